@@ -1,0 +1,363 @@
+"""The configuration tree: one class per section, one documented field per knob.
+
+The string under a field is its documentation: meaning, unit, and why the default is what it is.
+`--help`, docs/configuration.md and the error messages are made from it. Pure pydantic: importing
+this needs neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, unknown keys refused, docs taken from the strings."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class Model(Section):
+    """The policy."""
+
+    path: str
+    """Directory in Hugging Face format, or a model name on the hub."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Arithmetic of generators and learner, and the type in which weights travel. The learner's
+    master weights are float32 whatever this says. float32 is for exactness tests."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """Attention kernel of the learner. auto: sdpa on GPUs, eager on CPUs, where the backward of
+    sdpa is slow on short rows (docs/performance.md)."""
+
+
+class ReasoningGym(Section):
+    """Rows made by reasoning-gym: procedural, seeded, verifiable, no download."""
+
+    reasoning_gym: str
+    """Name of the reasoning-gym data set, as `chain_sum`."""
+    params: dict[str, Any] = {}
+    """Its parameters, as `{max_terms: 2}`."""
+    size: PositiveInt
+    """Number of rows."""
+    seed: NonNegativeInt = 0
+    """Seed of the rows. As a validation source, rows whose text stands in the training rows are
+    replaced by unseen ones."""
+
+
+class DataKeys(Section):
+    """Where a row of a file holds what; dots reach into nested columns. Defaults are verl's."""
+
+    prompt: str = "prompt"
+    """Text (used as it is) or a list of chat messages (rendered by the chat template)."""
+    source: str = "data_source"
+    """Names the row's data set in metrics and for the reward function."""
+    answer: str = "reward_model.ground_truth"
+    """What the reward function compares with."""
+    extra: str = "extra_info"
+    """Anything else that the reward function wants; may be missing."""
+
+
+class Data(Section):
+    """Prompts to train on and to evaluate on."""
+
+    train_files: Annotated[list[str | ReasoningGym], Field(min_length=1)]
+    """Parquet or JSONL files, or reasoning-gym sources, one after the other."""
+    val_files: list[str | ReasoningGym] = []
+    """The same for evaluation. Empty: no evaluation."""
+    keys: DataKeys = DataKeys()
+    """Names of the columns in files."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Passed to the chat template, as `{enable_thinking: false}`."""
+    max_prompt_length: PositiveInt = 1024
+    """Tokens. A longer prompt is an error or is dropped, see overlong_prompts."""
+    max_response_length: PositiveInt = 4096
+    """Tokens generated at most; the response then counts as truncated."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What a prompt over max_prompt_length does. error, because dropping hides a wrong limit."""
+    shuffle: bool = True
+    """A new order each epoch, from the run's seed."""
+    last_batch: Literal["train", "drop", "wrap"] = "train"
+    """What happens at the end of the data to groups too few for a step: a smaller step, no step,
+    or a step filled up from the start of the data (those prompts are trained twice)."""
+
+
+class Reward(Section):
+    """Who scores a response. Called in worker processes that can be killed."""
+
+    path: str
+    """`file.py:function` or `package.module:function` with verl's signature
+    (data_source, solution_str, ground_truth, extra_info) -> number or dict with `score`."""
+    timeout_s: PositiveFloat = 30.0
+    """Seconds for one call; the worker is killed then."""
+    workers: PositiveInt = 4
+    """Worker processes for each generator."""
+    on_error: Literal["drop", "stop"] = "drop"
+    """After an exception or a time-out: leave the rollout unscored, or end the run."""
+
+
+class SamplingSection(Section):
+    """How training rollouts are sampled. Truncating samplers (top-p, top-k) are not offered: the
+    learner could not compute the probabilities of what was sampled."""
+
+    temperature: PositiveFloat = 1.0
+    """Travels with every sample; the learner divides its logits by the same number."""
+    stop: list[str] = []
+    """Strings that end a response (kept in it)."""
+    stop_token_ids: list[int] = []
+    """Token ids that end a response besides the model's own end token; the stop token is trained."""
+
+
+class VllmOptions(Section):
+    """Passed to vLLM."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs of one engine."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of GPU memory for weights and KV cache."""
+    max_num_seqs: PositiveInt = 256
+    """Requests decoded at once."""
+    enforce_eager: bool = True
+    """No compilation: starts in seconds. Compiled is about 1.2x as fast on CPUs."""
+    cpu_kv_cache_gib: PositiveInt = 2
+    """KV cache on CPUs, GiB."""
+
+
+class ScriptedOptions(Section):
+    """The scripted engine: random tokens from the seed, for protocol tests, load, simulation."""
+
+    mode: Literal["by_version", "fixed"] = "by_version"
+    """by_version: tokens depend on seed and served version, so that a wrong version shows.
+    fixed: on the seed alone, so that runs with failures stay comparable bit for bit."""
+    tokens_per_s: PositiveFloat = 1000.0
+    """Speed of one response, tokens per second."""
+    length: PositiveInt = 8
+    """Longest response; lengths vary with the seed from 1 to this, tokens."""
+
+
+class Generator(Section):
+    """A generator process."""
+
+    engine: Literal["vllm", "scripted"] = "vllm"
+    """scripted makes up tokens; it is for tests and never trains anything."""
+    max_concurrent_rollouts: PositiveInt | Literal["auto"] = "auto"
+    """Responses in flight at once. auto: vllm.max_num_seqs."""
+    vllm: VllmOptions = VllmOptions()
+    """Options of the engine."""
+    scripted: ScriptedOptions = ScriptedOptions()
+    """Options of the scripted engine."""
+
+
+class Buffer(Section):
+    """The buffer process."""
+
+    order: Literal["fifo"] = "fifo"
+    """Groups are trained in the order in which their prompts were admitted."""
+    zero_variance: Literal["train", "refill"] = "refill"
+    """Groups whose rewards are all equal: train keeps them (advantage exactly 0), refill filters
+    them when they arrive and generates another prompt instead."""
+    lease_timeout_s: PositiveFloat = 1800.0
+    """Seconds from the start of a group to its submission; then another generator gets it."""
+    max_attempts: PositiveInt = 3
+    """Failures caused by content after which a prompt is quarantined."""
+    max_filtered_in_a_row: PositiveInt = 1000
+    """Filtered or failed groups without a usable one between them that end the run: the task is
+    too easy, too hard, or the reward is broken."""
+
+
+class Optim(Section):
+    """AdamW on float32 master weights (pure bfloat16 loses small updates)."""
+
+    lr: PositiveFloat = 1e-6
+    """Learning rate after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest global gradient norm."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the rate rises linearly from lr / warmup_steps."""
+
+
+class Advantage(Section):
+    """From rewards to advantages, by group."""
+
+    std: Literal["group", "batch", "none"] = "batch"
+    """What the centred rewards are divided by: the group's own deviation (GRPO), that of the whole
+    batch (no blow-up of nearly solved prompts), or nothing (Dr.GRPO)."""
+
+
+class Loss(Section):
+    """Policy loss: -mask * min(ratio, cap) * advantage per token (docs/losses.md)."""
+
+    mask: Literal["ppo_clip", "dppo_tv"] = "dppo_tv"
+    """Trust region. Both are measured from the generator's own logprobs (anchor: behavior), so
+    staleness is corrected. ppo_clip: ratio in [1 - clip_low, 1 + clip_high]. dppo_tv: change of
+    the sampled token's probability at most mask_threshold (DPPO)."""
+    clip_low: PositiveFloat = 0.2
+    """ppo_clip only."""
+    clip_high: PositiveFloat = 0.28
+    """ppo_clip only; higher than clip_low, as in DAPO."""
+    mask_threshold: PositiveFloat = 0.2
+    """dppo_tv only."""
+    ratio_cap: PositiveFloat = 5.0
+    """dppo_tv only: importance weights are cut here. Below 5, rare tokens lose their signal."""
+    behavior_coef: NonNegativeFloat = 0.001
+    """Weight of (log ratio)^2, a small pull towards the policy that sampled; 0: none."""
+    aggregation: Literal["token_mean"] = "token_mean"
+    """Sum over the tokens of the global batch, divided by their number before any mask."""
+
+
+class Learner(Section):
+    """The learner: one process per rank, FSDP2 over all of them."""
+
+    optim: Optim = Optim()
+    """Optimizer."""
+    advantage: Advantage = Advantage()
+    """Advantages."""
+    loss: Loss = Loss()
+    """Policy loss."""
+    max_tokens_per_microbatch: PositiveInt = 16384
+    """Padded tokens of one forward and backward pass on one rank: bounds activation memory."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+class WeightsSection(Section):
+    """How new weights reach the generators."""
+
+    transport: Literal["disk"] = "disk"
+    """disk: versioned safetensors directories, in shared memory on one machine."""
+    dir: str | None = None
+    """Directory for transport disk, seen by learner and generators. null: /dev/shm/asyncrl-RUN,
+    or weights/ in the run directory where there is no /dev/shm."""
+    keep: Annotated[int, Field(ge=2)] = 2
+    """Newest versions that stay in the directory."""
+    bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 64 << 20
+    """Size of one file of a version."""
+    max_bytes_per_s: PositiveInt | None = None
+    """Upper bound on the speed of publishing, to spare a shared disk or link. null: none."""
+    timeout_s: PositiveFloat = 120.0
+    """A generator gives up on a transfer after this long, and takes the next version."""
+    publish_every: PositiveInt = 1
+    """Versions from one publication to the next; at most max_staleness + 1."""
+
+
+class Eval(Section):
+    """Evaluation on val_files, by the generators, while training goes on."""
+
+    every: NonNegativeInt = 50
+    """Versions between evaluations; 0: only before and after, as before_training says."""
+    before_training: bool = True
+    """Evaluate version 0 first. The last version is always evaluated."""
+    temperature: NonNegativeFloat = 0.0
+    """0: greedy."""
+    samples: PositiveInt = 1
+    """Responses to each prompt; the result is their mean."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds from the first lease of an evaluation to its end; then it ends with what is there."""
+
+
+class Checkpoint(Section):
+    """Complete state of the learner on disk."""
+
+    every: NonNegativeInt = 50
+    """Versions between checkpoints; 0: only at the end."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints that stay."""
+    export_hf: bool = True
+    """Write the final policy as a Hugging Face directory."""
+    resume: Literal["never", "auto"] = "never"
+    """never: a run directory that is not empty is an error. auto: go on from its newest
+    checkpoint, or start."""
+
+
+class Logging(Section):
+    """Where metrics go besides metrics.jsonl in the run directory."""
+
+    trackers: list[Literal["wandb"]] = []
+    """wandb obeys its own environment variables (WANDB_MODE=offline)."""
+    project: str = "asyncrl"
+    """Project name in the tracker."""
+
+
+class Network(Section):
+    """Addresses."""
+
+    buffer: str = "tcp://127.0.0.1:5570"
+    """Where the buffer listens and the others connect. `tcp://127.0.0.1:0` with `local`: any free
+    port. Loopback only: traffic is neither authenticated nor encrypted yet."""
+    heartbeat_s: PositiveFloat = 5.0
+    """Seconds between signs of life; after three missed ones a generator's leases pass on."""
+
+
+class Local(Section):
+    """`asyncrl-launch local`: everything on this machine."""
+
+    generators: PositiveInt | Literal["auto"] = "auto"
+    """Generator processes. auto: one on CPUs; on GPUs all that the learner does not use."""
+    learner_ranks: PositiveInt | Literal["auto"] = "auto"
+    """Learner processes. auto: one on CPUs; on GPUs half of them."""
+    cpu_threads: PositiveInt | Literal["auto"] = "auto"
+    """Threads of each learner rank and each engine on CPUs. auto: the cores shared out evenly, as
+    more threads than cores slow both sides down."""
+
+
+class Config(Section):
+    """One run."""
+
+    run_name: str | None = None
+    """Name of the run directory under output_dir. null: config name and time."""
+    output_dir: str = "runs"
+    """Where run directories are made."""
+    seed: NonNegativeInt = 0
+    """Seed of data order and sampling."""
+    max_steps: PositiveInt | None = None
+    """Training steps. null: until the epochs end."""
+    max_epochs: PositiveInt = 1
+    """Passes over the training data."""
+    max_staleness: NonNegativeInt = 2
+    """The knob: no token older than this many policy versions is ever trained. 0: generation and
+    training take turns. Most of the gain comes at 1 or 2."""
+    prompts_per_step: PositiveInt = 64
+    """Groups in one training step."""
+    group_size: PositiveInt = 8
+    """Responses to each prompt."""
+    algorithm: Literal["grpo", "async_grpo"] = "async_grpo"
+    """Preset of learner.*; whatever the file or the command line sets wins over it."""
+    model: Model
+    """The policy."""
+    data: Data
+    """Prompts."""
+    reward: Reward
+    """Scores."""
+    sampling: SamplingSection = SamplingSection()
+    """Sampling of training rollouts."""
+    generator: Generator = Generator()
+    """Generators."""
+    buffer: Buffer = Buffer()
+    """Buffer."""
+    learner: Learner = Learner()
+    """Learner."""
+    weights: WeightsSection = WeightsSection()
+    """Weight transfer."""
+    eval: Eval = Eval()
+    """Evaluation."""
+    checkpoint: Checkpoint = Checkpoint()
+    """Checkpoints."""
+    logging: Logging = Logging()
+    """Metrics."""
+    network: Network = Network()
+    """Addresses."""
+    local: Local = Local()
+    """Placement by `asyncrl-launch local`."""

@@ -1,0 +1,330 @@
+"""Every message that crosses the wire between a program and the buffer.
+
+A program sends a request and gets exactly one reply, matched by the request's number; replies may
+come in any order, so a request that waits (LeaseRequest, Fetch, WatchWeights) holds up no other.
+The one exception is Started, which is not answered. Any request may be answered by Refused.
+
+| sender    | request       | reply                     |
+|-----------|---------------|---------------------------|
+| any       | Hello         | Welcome                   |
+| any       | StatusRequest | Status                    |
+| generator | LeaseRequest  | Leases                    |
+| generator | Started       | (none)                    |
+| generator | Submit, Failed| Verdict                   |
+| generator | Heartbeat     | Beat                      |
+| generator | WatchWeights  | Weights                   |
+| learner   | Register      | Registered                |
+| learner   | Fetch         | Batch, Waiting or End     |
+| learner   | Commit, Published, Checkpointed | Ok      |
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from asyncrl.types import GroupId, WeightId
+
+PROTOCOL = 1
+"""Raised by any change to a message. Peers of another protocol are refused at Hello."""
+
+Kind = Literal["train", "eval"]
+Pair = Annotated[list[int], Field(min_length=2, max_length=2)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Message(BaseModel):
+    """Base of all messages: unknown fields and wrong types are refused when decoding."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Hello(Message):
+    """First message on a connection, sent again whenever the buffer has forgotten it."""
+
+    type: Literal["hello"] = "hello"
+    role: Literal["generator", "learner", "monitor"]
+    member: str
+    """Unique for each life of a process, as `generator-0-8f3a`."""
+    run_id: str | None
+    """Refused when it names another run; None takes whatever run the buffer serves."""
+    protocol: int = PROTOCOL
+    host: str
+    pid: int
+
+
+class Welcome(Message):
+    type: Literal["welcome"] = "welcome"
+    run_id: str
+    heartbeat_s: float
+
+
+class Refused(Message):
+    """The request is not carried out. `code` is for programs, `reason` for people."""
+
+    type: Literal["refused"] = "refused"
+    code: Literal["hello_first", "wrong_run", "protocol", "fenced", "invalid", "stopping"]
+    reason: str
+
+
+class Ok(Message):
+    type: Literal["ok"] = "ok"
+
+
+class LeaseRequest(Message):
+    """Asks for up to `slots` groups; answered when there is one, or empty after a few seconds."""
+
+    type: Literal["lease_request"] = "lease_request"
+    slots: Count
+    serving: Pair
+    """WeightId that the generator serves now."""
+
+    @property
+    def weights(self) -> WeightId:
+        return WeightId(*self.serving)
+
+
+class Lease(Message):
+    """The right to generate one group."""
+
+    type: Literal["lease"] = "lease"
+    kind: Kind
+    group: Pair
+    attempt: Count
+    seed_k: Count
+    """Failures caused by content so far (versions.sample_seed)."""
+    row: dict[str, Any]
+    num_rollouts: Annotated[int, Field(ge=1)]
+    temperature: float
+    min_version: Count
+    """Oldest version that may serve it. An eval lease pins the first served version >= this."""
+    timeout_s: float
+    """From Started to Submit; then the lease passes to another generator."""
+
+    @property
+    def group_id(self) -> GroupId:
+        return GroupId(*self.group)
+
+
+class Leases(Message):
+    type: Literal["leases"] = "leases"
+    leases: list[Lease]
+    done: bool = False
+    """True: the run has ended, there will be no further lease."""
+
+
+class Started(Message):
+    """Generation of a leased group began, served by `version`. Starts the lease's clock."""
+
+    type: Literal["started"] = "started"
+    kind: Kind
+    group: Pair
+    attempt: Count
+    version: Count
+
+
+class Submit(Message):
+    """A finished group; one frame follows, made by wire.encode_group."""
+
+    type: Literal["submit"] = "submit"
+    kind: Kind
+    group: Pair
+    attempt: Count
+
+
+class Failed(Message):
+    """A leased group could not be finished."""
+
+    type: Literal["failed"] = "failed"
+    kind: Kind
+    group: Pair
+    attempt: Count
+    reason: str
+    content: bool
+    """True: the prompt or its answers caused it, another generator would fail too."""
+
+
+class Verdict(Message):
+    """Answer to Submit and Failed. Whatever it says, the sender may forget the group."""
+
+    type: Literal["verdict"] = "verdict"
+    verdict: Literal[
+        "accepted", "filtered", "duplicate", "superseded", "stale", "unknown", "invalid"
+    ]
+    reason: str = ""
+
+
+class Heartbeat(Message):
+    """Sent by a thread of its own: says that the process lives, and what it is doing."""
+
+    type: Literal["heartbeat"] = "heartbeat"
+    state: str
+    """A word or two: starting, generating, staging, swapping, waiting for leases."""
+    serving: Pair
+    held: list[list[int]]
+    """[epoch, position, attempt] of each train lease in hand."""
+    num_running: Count
+    num_tokens: Count
+    """Tokens generated since the process started."""
+    paused_s: float
+    """Seconds the engine stood still for swaps since the process started."""
+
+
+class Beat(Message):
+    """Answer to a heartbeat: the newest published weights ride along."""
+
+    type: Literal["beat"] = "beat"
+    inc: Count
+    version: Count
+    done: bool
+
+
+class WatchWeights(Message):
+    """Answered when weights newer than `have` are published, or after a few seconds."""
+
+    type: Literal["watch_weights"] = "watch_weights"
+    have: Pair
+
+
+class Weights(Message):
+    """The newest published weights. `location` is empty as long as nothing was published."""
+
+    type: Literal["weights"] = "weights"
+    inc: Count
+    version: Count
+    location: str
+    """For transport `disk`: the directory that holds them (weights manifest inside)."""
+
+
+class Register(Message):
+    """A learner takes over the run from the checkpoint of version `checkpoint_version`."""
+
+    type: Literal["register"] = "register"
+    checkpoint_version: Count
+    config_digest: str
+
+
+class Registered(Message):
+    type: Literal["registered"] = "registered"
+    inc: Annotated[int, Field(ge=1)]
+    committed: Count
+    """Highest version ever committed. Versions below it are replayed and published silently."""
+
+
+class Fetch(Message):
+    """Asks for the batch of `step`; may be sent ahead of time (prefetch)."""
+
+    type: Literal["fetch"] = "fetch"
+    inc: Count
+    step: Count
+
+
+class Record(Message):
+    """A record that the buffer made for metrics.jsonl; the learner, its only writer, logs it."""
+
+    type: Literal["record"] = "record"
+    name: Literal["eval", "buffer"]
+    step: Count
+    values: dict[str, float | int | str]
+
+
+class Batch(Message):
+    """The groups of one step, in admission order; one frame per group follows."""
+
+    type: Literal["batch"] = "batch"
+    step: Count
+    max_staleness: Count
+    """The bound in force when the batch was assigned."""
+    replayed: bool
+    """True: this step was committed before; the learner is catching up."""
+    waited_for: str = ""
+    records: list[Record]
+
+
+class Waiting(Message):
+    """The batch of `step` is not complete yet: says in words and numbers what is missing."""
+
+    type: Literal["waiting"] = "waiting"
+    step: Count
+    reason: str
+    records: list[Record]
+
+
+class End(Message):
+    """There is no such step: the run has ended, and why."""
+
+    type: Literal["end"] = "end"
+    reason: str
+    failed: bool = False
+    """True: the run cannot go on (say, no prompt gives a usable group); exit code 1."""
+    records: list[Record]
+
+
+class Commit(Message):
+    """Step `version - 1` is trained: the learner's weights are now `version`."""
+
+    type: Literal["commit"] = "commit"
+    inc: Count
+    version: Annotated[int, Field(ge=1)]
+    metrics: dict[str, float]
+
+
+class Published(Message):
+    """Weights can be taken at `location`."""
+
+    type: Literal["published"] = "published"
+    inc: Count
+    version: Count
+    location: str
+    digest: str
+    """Hash over all tensors as published: same digest, same weights."""
+
+
+class Checkpointed(Message):
+    """Checkpoints of these versions exist; payloads older than all of them may go."""
+
+    type: Literal["checkpointed"] = "checkpointed"
+    inc: Count
+    versions: list[Count]
+
+
+class StatusRequest(Message):
+    type: Literal["status_request"] = "status_request"
+
+
+class Status(Message):
+    """What the run does now, for people and for tests (docs/watching.md names the keys)."""
+
+    type: Literal["status"] = "status"
+    values: dict[str, Any]
+
+
+AnyMessage = Annotated[
+    Hello
+    | Welcome
+    | Refused
+    | Ok
+    | LeaseRequest
+    | Leases
+    | Started
+    | Submit
+    | Failed
+    | Verdict
+    | Heartbeat
+    | Beat
+    | WatchWeights
+    | Weights
+    | Register
+    | Registered
+    | Fetch
+    | Batch
+    | Waiting
+    | End
+    | Commit
+    | Published
+    | Checkpointed
+    | StatusRequest
+    | Status,
+    Field(discriminator="type"),
+]

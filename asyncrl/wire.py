@@ -1,0 +1,183 @@
+"""Bytes on the wire: a msgpack header, then raw frames. Nothing that is read is ever executed.
+
+A packet is a multipart message: one header frame `{"p": protocol, "id": request number, "m":
+message}` and zero or more opaque frames. The only frames in use are groups, one frame each, laid
+out by `encode_group`: header length (4 bytes, little-endian), msgpack header, then the arrays one
+after the other. The buffer stores and forwards such a frame as it came.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from asyncrl.messages import PROTOCOL, AnyMessage, Message
+from asyncrl.types import FinishReason, GroupId, Rollout, RolloutGroup
+
+MAX_HEADER_BYTES = 16 << 20
+"""A header larger than this is refused. Leases carry data rows, so it is not tiny."""
+MAX_FRAME_BYTES = 256 << 20
+"""A frame larger than this is refused by the socket itself: 8 rollouts of 1M tokens fit."""
+MAX_FRAMES = 65_536
+
+_MESSAGES: TypeAdapter[Any] = TypeAdapter(AnyMessage)
+_ARRAYS = (  # name, dtype on the wire, in the order in which they follow the header
+    ("token_ids", "<i4"),
+    ("logprobs", "<f4"),
+    ("versions", "<i4"),
+    ("loss_mask", "|b1"),
+)
+_FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
+
+
+class WireError(ValueError):
+    """Bytes that are not a message of this protocol. The peer is at fault, the reader goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """One decoded message with the number that pairs request and reply (0: not answered)."""
+
+    id: int
+    message: Any
+    frames: tuple[bytes, ...] = ()
+
+
+def encode(message: Message, *, id: int = 0, frames: tuple[bytes, ...] = ()) -> list[bytes]:
+    """The parts of one multipart message. Raises ValueError for a header over the limit."""
+    header = msgpack.packb({"p": PROTOCOL, "id": id, "m": message.model_dump()})
+    if len(header) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"a {message.__class__.__name__} of {len(header)} bytes is over the limit of "
+            f"{MAX_HEADER_BYTES}: is there a very large data row?"
+        )
+    return [header, *frames]
+
+
+def decode(parts: list[bytes]) -> Packet:
+    """The inverse of `encode`. Raises WireError, and nothing else, on bytes that do not fit."""
+    if not 1 <= len(parts) <= MAX_FRAMES:
+        raise WireError(f"{len(parts)} frames in one message (1 to {MAX_FRAMES} are possible)")
+    header = _unpack(parts[0], MAX_HEADER_BYTES)
+    if not isinstance(header, dict) or header.get("p") != PROTOCOL:
+        found = header.get("p") if isinstance(header, dict) else type(header).__name__
+        raise WireError(f"protocol {found!r}, expected {PROTOCOL}")
+    id = header.get("id")
+    if not isinstance(id, int) or isinstance(id, bool) or id < 0:
+        raise WireError(f"request number {id!r} is not a count")
+    try:
+        message = _MESSAGES.validate_python(header.get("m"))
+    except (ValidationError, RecursionError) as error:
+        raise WireError(f"not a message of this protocol: {str(error)[:500]}") from None
+    return Packet(id, message, tuple(parts[1:]))
+
+
+def encode_group(group: RolloutGroup) -> bytes:
+    """One frame that holds a whole group."""
+    header = msgpack.packb(
+        {
+            "group": list(group.id),
+            "attempt": group.attempt,
+            "source": group.source,
+            "temperature": group.temperature,
+            "inc": group.inc,
+            "prompt": len(group.prompt_ids),
+            "lengths": [len(r.token_ids) for r in group.rollouts],
+            "finish": [_FINISH_REASONS.index(r.finish_reason) for r in group.rollouts],
+            "rewards": [r.reward for r in group.rollouts],
+            "parts": [r.reward_parts for r in group.rollouts],
+        }
+    )
+    arrays = [np.ascontiguousarray(group.prompt_ids, "<i4").tobytes()]
+    for name, dtype in _ARRAYS:
+        arrays += [np.ascontiguousarray(getattr(r, name), dtype).tobytes() for r in group.rollouts]
+    return b"".join([struct.pack("<I", len(header)), header, *arrays])
+
+
+def decode_group(frame: bytes) -> RolloutGroup:
+    """The inverse of `encode_group`; arrays are read-only views of `frame`.
+
+    Raises WireError when the header, a length or a value does not fit.
+    """
+    try:
+        return _decode_group(frame)
+    except WireError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError, struct.error) as error:
+        raise WireError(f"not a group: {type(error).__name__}: {error}") from None
+
+
+def _decode_group(frame: bytes) -> RolloutGroup:
+    (header_length,) = struct.unpack_from("<I", frame)
+    header = _unpack(frame[4 : 4 + header_length], MAX_HEADER_BYTES)
+    lengths = [_count(length) for length in header["lengths"]]
+    prompt_length = _count(header["prompt"])
+    num_rollouts = len(lengths)
+    per_token = sum(np.dtype(dtype).itemsize for _, dtype in _ARRAYS)
+    expected = 4 + header_length + 4 * prompt_length + per_token * sum(lengths)
+    if len(frame) != expected:
+        raise WireError(f"a group of {expected} bytes came in a frame of {len(frame)}")
+    columns = [header["finish"], header["rewards"], header["parts"]]
+    if any(len(column) != num_rollouts for column in columns):
+        raise WireError(f"columns of {[len(c) for c in columns]} for {num_rollouts} rollouts")
+
+    body = memoryview(frame)[4 + header_length :]
+    prompt_ids = np.frombuffer(body[: 4 * prompt_length], "<i4")
+    offset, arrays = 4 * prompt_length, {}
+    for name, dtype in _ARRAYS:
+        size = np.dtype(dtype).itemsize * sum(lengths)
+        flat = np.frombuffer(body[offset : offset + size], dtype)
+        arrays[name] = np.split(flat, np.cumsum(lengths)[:-1]) if lengths else []
+        offset += size
+    rollouts = tuple(
+        Rollout(
+            token_ids=arrays["token_ids"][i],
+            logprobs=arrays["logprobs"][i],
+            versions=arrays["versions"][i],
+            loss_mask=arrays["loss_mask"][i],
+            finish_reason=_FINISH_REASONS[_count(header["finish"][i])],
+            reward=_reward(header["rewards"][i]),
+            reward_parts={str(k): float(v) for k, v in header["parts"][i].items()},
+        )
+        for i in range(num_rollouts)
+    )
+    epoch, position = header["group"]
+    return RolloutGroup(
+        id=GroupId(_count(epoch), _count(position)),
+        attempt=_count(header["attempt"]),
+        source=str(header["source"]),
+        prompt_ids=prompt_ids,
+        temperature=float(header["temperature"]),
+        inc=_count(header["inc"]),
+        rollouts=rollouts,
+    )
+
+
+def _unpack(data: bytes, limit: int) -> Any:
+    if len(data) > limit:
+        raise WireError(f"a header of {len(data)} bytes is over the limit of {limit}")
+    try:
+        return msgpack.unpackb(data, strict_map_key=True)
+    except Exception as error:  # msgpack's own errors share no base with its ValueErrors
+        raise WireError(f"not msgpack: {type(error).__name__}: {error}") from None
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise WireError(f"{value!r} is not a count")
+    return value
+
+
+def _reward(value: Any) -> float | None:
+    if value is None:
+        return None
+    reward = float(value)
+    if not math.isfinite(reward):
+        raise WireError(f"a reward of {reward} is not a number")
+    return reward
