@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import queue
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from asyncrl.config import Config
 
@@ -84,6 +85,7 @@ class _WandbThread:
                 project=config.logging.project,
                 name=run_dir.name,
                 dir=str(run_dir),
+                mode=_wandb_mode(),
                 config=config.model_dump(),
                 settings=wandb.Settings(silent=True, console="off"),
             )
@@ -93,6 +95,14 @@ class _WandbThread:
             run.finish()
         except Exception as error:  # a tracker is never worth a run
             log.warning("wandb is off: %s. metrics.jsonl goes on.", error)
+
+
+def _wandb_mode() -> Literal["online", "offline", "disabled"]:
+    """As WANDB_MODE says; otherwise online with a key and offline without: no run asks to log in."""
+    mode = os.environ.get("WANDB_MODE")
+    if mode is None:
+        return "online" if os.environ.get("WANDB_API_KEY") else "offline"
+    return "offline" if mode == "offline" else "disabled" if mode == "disabled" else "online"
 
 
 def _last_attempt(path: Path) -> int:

@@ -92,7 +92,6 @@ def write_version(
         }
         _write_file(temporary / MANIFEST, json.dumps(manifest).encode(), None)
         _sync_directory(temporary)
-        shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         _sync_directory(root)
     except BaseException:

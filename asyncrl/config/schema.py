@@ -286,7 +286,8 @@ class Logging(Section):
     """Where metrics go besides metrics.jsonl in the run directory."""
 
     trackers: list[Literal["wandb"]] = []
-    """wandb obeys its own environment variables (WANDB_MODE=offline)."""
+    """wandb obeys its own environment variables; without WANDB_API_KEY and WANDB_MODE it writes
+    offline files into the run directory, so that no run waits for a login."""
     project: str = "asyncrl"
     """Project name in the tracker."""
 

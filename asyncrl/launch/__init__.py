@@ -1,0 +1,1 @@
+"""`asyncrl-launch`: checks what the user asked for, places processes, supervises, shows progress."""

@@ -1,0 +1,72 @@
+"""`asyncrl-launch`: the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from asyncrl.config import Config
+from asyncrl.config.load import load_config
+from asyncrl.launch.local import run_local
+from asyncrl.launch.models import find_model
+from asyncrl.tasks.rewards import check_reward, resolve
+from asyncrl.tasks.rows import load_rows
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Asynchronous reinforcement learning of language models.",
+)
+
+ConfigPath = Annotated[Path, typer.Argument(help="YAML file, as configs/demo.yaml")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key=value, as max_staleness=0 learner.optim.lr=1e-5")
+]
+
+
+@app.callback()
+def callback() -> None:
+    """Sub-commands only."""
+
+
+@app.command()
+def local(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train on this machine: starts a buffer, a learner and generators, and watches them."""
+    console = Console(stderr=False)
+    _exit(lambda: _local(config, overrides or [], console))
+
+
+def main() -> None:
+    app()
+
+
+def _local(path: Path, overrides: list[str], console: Console) -> int:
+    config = _check(load_config(path, overrides))
+    return run_local(config, config_name=path.stem, console=console)
+
+
+def _check(config: Config) -> Config:
+    """Everything that can be wrong before an engine loads: data, reward, model.
+
+    Returns the config with the model's directory in it. Raises ValueError.
+    """
+    rows = load_rows(config)
+    check_reward(resolve(config.reward.path), rows.train[0])
+    model = find_model(config.model.path)
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+
+
+def _exit(work: Callable[[], int]) -> None:
+    """Ends the process: 2 and one message for the user's mistakes, else what `work` says."""
+    try:
+        code = work()
+    except ValueError as error:
+        print(f"asyncrl-launch: {error}", file=sys.stderr)
+        code = 2
+    sys.exit(code)

@@ -1,0 +1,177 @@
+"""`asyncrl-launch local`: one buffer, one learner and some generators on this machine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from asyncrl.config import Config
+from asyncrl.config.load import save_resolved
+from asyncrl.launch.children import Child, Children, learner_command, role_command
+from asyncrl.launch.placement import Placement, count_cores, count_gpus, place
+from asyncrl.launch.progress import Progress, print_summary
+from asyncrl.launch.run_dir import BUFFER_ADDRESS, CONFIG, LOGS, RUN_ID, open_run_dir, weights_root
+from asyncrl.messages import Hello, StatusRequest
+from asyncrl.transport import RefusedError, ThreadClient, Unreachable
+
+_BIND_S = 60.0
+"""The buffer must listen within this time."""
+_LEAVE_S = 30.0
+"""After the learner and the buffer have ended, generators must be gone within this time."""
+
+
+@dataclass(slots=True)
+class _Stopped(Exception):
+    """A signal asked the launcher to stop."""
+
+    number: int
+
+
+def run_local(config: Config, *, config_name: str, console: Console) -> int:
+    """Starts everything, shows progress, and returns the exit code.
+
+    The first child that fails ends the run: its last log lines are shown and its code is returned.
+    Raises ValueError for what the user can mend before anything was started.
+    """
+    placement = place(config, num_gpus=count_gpus(), num_cores=count_cores())
+    run_dir = open_run_dir(config, config_name=config_name)
+    weights = weights_root(config, run_dir)
+    config = config.model_copy(
+        update={"weights": config.weights.model_copy(update={"dir": str(weights)})}
+    )
+    save_resolved(config, run_dir / CONFIG)
+    console.print(f"run directory {run_dir}", highlight=False)
+    console.print(placement.describe(), highlight=False)
+    with _signals(), Children(run_dir / LOGS) as children:
+        try:
+            return _supervise(config, run_dir, placement, children, console)
+        except _Stopped as stopped:
+            console.print(f"stopped by {signal.Signals(stopped.number).name}")
+            return 128 + stopped.number
+        finally:
+            children.stop()
+            shutil.rmtree(weights, ignore_errors=True)
+
+
+def _supervise(
+    config: Config, run_dir: Path, placement: Placement, children: Children, console: Console
+) -> int:
+    address = _start_buffer(run_dir, children)
+    if address is None:
+        return _report_failure(children, console)
+    _start_others(run_dir, placement, children, address)
+    monitor = _Monitor(address, run_id=(run_dir / RUN_ID).read_text())
+    status: dict[str, Any] | None = None
+    try:
+        with Progress(console, run_dir, max_steps=config.max_steps) as progress:
+            while children.first_failure() is None and not _all_ended(children):
+                status = monitor.status() or status
+                progress.update(status, phase=_phase(status))
+                time.sleep(0.5)
+            progress.update(status, phase="")
+    finally:
+        monitor.close()
+    if children.first_failure() is not None:
+        return _report_failure(children, console)
+    print_summary(console, run_dir, status)
+    return 0
+
+
+def _start_buffer(run_dir: Path, children: Children) -> str | None:
+    """Returns the buffer's address, or None when it ended before it listened."""
+    child = children.start("buffer", role_command("buffer", str(run_dir / CONFIG)), env={})
+    ends = time.monotonic() + _BIND_S
+    while time.monotonic() < ends and child.exit_code is None:
+        if (run_dir / BUFFER_ADDRESS).exists():
+            return (run_dir / BUFFER_ADDRESS).read_text()
+        time.sleep(0.05)
+    return None
+
+
+def _start_others(run_dir: Path, placement: Placement, children: Children, address: str) -> None:
+    common = [str(run_dir / CONFIG), "--connect", address]
+    children.start(
+        "learner",
+        learner_command(placement.learner_ranks, *common),
+        env=placement.learner_environment(),
+    )
+    for i in range(placement.num_generators):
+        name = f"generator-{i}"
+        command = role_command("generators", *common, "--name", name)
+        children.start(name, command, env=placement.generator_environment(i))
+
+
+def _all_ended(children: Children) -> bool:
+    return all(child.exit_code is not None for child in children.all)
+
+
+def _report_failure(children: Children, console: Console) -> int:
+    """Shows the first failure with the end of its log; returns its exit code."""
+    failed: Child | None = children.first_failure()
+    if failed is None:
+        console.print(f"[red]the buffer did not listen within {_BIND_S:.0f} s[/red]")
+        return 1
+    code = failed.exit_code or 1
+    console.print(f"[red]{failed.name} ended with exit code {code}[/red]; the end of {failed.log}:")
+    console.print(failed.last_lines(), highlight=False, markup=False)
+    return code if code in (1, 2) else 1
+
+
+def _phase(status: dict[str, Any] | None) -> str:
+    if status is None:
+        return "starting the buffer"
+    members = status.get("members") or []
+    roles = [member.get("role") for member in members]
+    missing = [role for role in ("learner", "generator") if role not in roles]
+    return f"starting: {' and '.join(missing)} load the model" if missing else "running"
+
+
+class _Monitor:
+    """Asks the buffer for its status, and does not mind when it does not answer."""
+
+    def __init__(self, address: str, *, run_id: str) -> None:
+        hello = Hello(
+            role="monitor",
+            member=f"launcher-{secrets.token_hex(2)}",
+            run_id=run_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        self._client = ThreadClient(address, hello=hello)
+
+    def status(self) -> dict[str, Any] | None:
+        try:
+            return self._client.call(StatusRequest(), deadline_s=2.0).message.values
+        except (Unreachable, RefusedError):
+            return None
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Turns SIGINT and SIGTERM into _Stopped, so that children are ended on the way out."""
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _Stopped(number)
+
+    before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,161 @@
+"""What a person sees while a run goes on: one line per step, and what is waited for between them.
+
+Training numbers come from metrics.jsonl, everything else from the buffer's Status.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+_EVENT_S = 30.0
+"""Off a terminal: seconds between two lines that say what is waited for."""
+
+
+class Progress:
+    """Prints as a run goes on. On a terminal the last line is live."""
+
+    def __init__(self, console: Console, run_dir: Path, *, max_steps: int | None) -> None:
+        self._console = console
+        self._metrics = _Tail(run_dir / "metrics.jsonl")
+        self._max_steps = max_steps
+        self._started = time.monotonic()
+        self._first_step_at: float | None = None
+        self._steps_done = 0
+        self._steps_before = 0
+        self._said: tuple[str, float] = ("", 0.0)
+        self._live = Live(Text(), console=console, transient=True, auto_refresh=False)
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.stop()
+
+    def update(self, status: dict[str, Any] | None, *, phase: str) -> None:
+        """Prints the records that are new. `status` is None while the buffer does not answer."""
+        for record in self._metrics.new_records():
+            if "reward/mean" in record:
+                self._step(record)
+            elif "eval/accuracy" in record:
+                self._console.print(eval_line(record))
+        waiting = (status or {}).get("waiting_for") or phase
+        if self._console.is_terminal:
+            text = Text(f"  {self._elapsed()}  {waiting}{self._time_left()}", style="dim")
+            self._live.update(text, refresh=True)
+        elif waiting != self._said[0] and time.monotonic() - self._said[1] > _EVENT_S:
+            self._said = (waiting, time.monotonic())
+            self._console.print(f"{self._elapsed()}  {waiting}", highlight=False)
+
+    def _step(self, record: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if self._first_step_at is None:
+            self._first_step_at, self._steps_before = now, int(record["step"]) + 1
+        self._steps_done = int(record["step"]) + 1
+        self._console.print(
+            f"{self._elapsed()}  {step_line(record, self._max_steps)}{self._time_left()}",
+            highlight=False,
+        )
+
+    def _elapsed(self) -> str:
+        seconds = int(time.monotonic() - self._started)
+        return f"{seconds // 60:2d}:{seconds % 60:02d}"
+
+    def _time_left(self) -> str:
+        if self._max_steps is None or self._first_step_at is None:
+            return ""
+        done = self._steps_done - self._steps_before
+        if done < 1:
+            return ""
+        per_step = (time.monotonic() - self._first_step_at) / done
+        left = max(0, self._max_steps - self._steps_done) * per_step
+        return f"  left {int(left) // 60}:{int(left) % 60:02d}"
+
+
+def step_line(record: dict[str, Any], max_steps: int | None) -> str:
+    """One training step in one line."""
+    of = f"/{max_steps}" if max_steps else ""
+    return (
+        f"step {int(record['step']) + 1:>3}{of}"
+        f"  reward {_number(record, 'reward/mean', '.3f')}"
+        f"  staleness {_number(record, 'staleness/mean', '.1f')}"
+        f" (max {_number(record, 'staleness/max', '.0f')})"
+        f"  learner {_number(record, 'learner/tokens_per_s', '.0f')} tok/s"
+        f"  generators {_number(record, 'buffer/generator_tokens_per_s', '.0f')} tok/s"
+        f"  {_number(record, 'time/step_s', '.1f')} s"
+        f" (waited {_number(record, 'time/wait_batch_s', '.1f')} s)"
+    )
+
+
+def eval_line(record: dict[str, Any]) -> str:
+    return (
+        f"       evaluation of version {record.get('eval/version')}: "
+        f"accuracy {_number(record, 'eval/accuracy', '.3f')} on {record.get('eval/count')} samples"
+    )
+
+
+def print_summary(console: Console, run_dir: Path, status: dict[str, Any] | None) -> None:
+    """The result of a run in one table."""
+    records = _Tail(run_dir / "metrics.jsonl").new_records()
+    steps = [record for record in records if "reward/mean" in record]
+    evals = [record for record in records if "eval/accuracy" in record]
+    table = Table(title=f"run {run_dir.name}", title_justify="left", show_header=False)
+    for record in evals:
+        table.add_row(
+            f"held-out accuracy, version {record['eval/version']}",
+            f"{_number(record, 'eval/accuracy', '.3f')}"
+            f"  ({record.get('eval/count')} samples, temperature {record.get('eval/temperature')})",
+        )
+    if steps:
+        table.add_row("training reward, first to last step", _first_to_last(steps))
+        mean = sum(record.get("staleness/mean") or 0 for record in steps) / len(steps)
+        highest = max(record.get("staleness/max") or 0 for record in steps)
+        table.add_row("staleness of trained tokens", f"mean {mean:.2f}, max {highest:.0f}")
+        seconds = sorted(record.get("time/step_s") or 0 for record in steps)
+        table.add_row("steps", f"{len(steps)}, median {seconds[len(seconds) // 2]:.1f} s")
+    if status:
+        counts = status.get("counts") or {}
+        fates = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        table.add_row("prompts", fates)
+    table.add_row("files", str(run_dir))
+    console.print(table)
+
+
+def _first_to_last(steps: list[dict[str, Any]]) -> str:
+    return (
+        f"{_number(steps[0], 'reward/mean', '.3f')} to {_number(steps[-1], 'reward/mean', '.3f')}"
+    )
+
+
+def _number(record: dict[str, Any], name: str, form: str) -> str:
+    value = record.get(name)
+    return format(value, form) if isinstance(value, int | float) else "-"
+
+
+class _Tail:
+    """Reads the whole lines that a growing JSONL file gained since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new_records(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole, _, _ = data.rpartition(b"\n")
+        if not whole:
+            return []
+        self._offset += len(whole) + 1
+        return [json.loads(line) for line in whole.splitlines()]
