@@ -7,21 +7,31 @@ this needs neither torch nor vllm.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from asyncrl.address import Address
+
+Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """Base of all sections: immutable, unknown keys refused, docs taken from the strings."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
     )
 
 
@@ -47,7 +57,7 @@ class ReasoningGym(Section):
     """Its parameters, as `{max_terms: 2}`."""
     size: PositiveInt
     """Number of rows."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the rows. As a validation source, rows whose text stands in the training rows are
     replaced by unseen ones."""
 
@@ -109,10 +119,11 @@ class SamplingSection(Section):
 
     temperature: PositiveFloat = 1.0
     """Travels with every sample; the learner divides its logits by the same number."""
-    stop: list[str] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a response (kept in it)."""
-    stop_token_ids: list[int] = []
-    """Token ids that end a response besides the model's own end token; the stop token is trained."""
+    stop_token_ids: list[NonNegativeInt] = []
+    """Token ids that end a response besides the model's own end token. The stop token belongs to
+    the response and is trained."""
 
 
 class VllmOptions(Section):
@@ -154,6 +165,12 @@ class Generator(Section):
     scripted: ScriptedOptions = ScriptedOptions()
     """Options of the scripted engine."""
 
+    @property
+    def rollouts_in_flight(self) -> int:
+        """Responses that one generator holds at once."""
+        limit = self.max_concurrent_rollouts
+        return self.vllm.max_num_seqs if limit == "auto" else limit
+
 
 class Buffer(Section):
     """The buffer process."""
@@ -177,7 +194,7 @@ class Optim(Section):
 
     lr: PositiveFloat = 1e-6
     """Learning rate after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's decay rates."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
@@ -301,6 +318,17 @@ class Network(Section):
     heartbeat_s: PositiveFloat = 5.0
     """Seconds between signs of life; after three missed ones a generator's leases pass on."""
 
+    @field_validator("buffer")
+    @classmethod
+    def _loopback(cls, text: str) -> str:
+        address = Address.parse(text)
+        if not address.is_loopback:
+            raise ValueError(
+                f"{address.host} is not a loopback address: traffic is neither authenticated nor "
+                "encrypted yet, so only 127.0.0.1, [::1] and localhost are allowed"
+            )
+        return text
+
 
 class Local(Section):
     """`asyncrl-launch local`: everything on this machine."""
@@ -319,9 +347,20 @@ class Config(Section):
 
     run_name: str | None = None
     """Name of the run directory under output_dir. null: config name and time."""
+
+    @field_validator("run_name")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*", name):
+            raise ValueError(
+                f"{name!r} cannot name a directory: use letters, digits and _ . = + -, and set "
+                "output_dir for where it stands"
+            )
+        return name
+
     output_dir: str = "runs"
     """Where run directories are made."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of data order and sampling."""
     max_steps: PositiveInt | None = None
     """Training steps. null: until the epochs end."""
@@ -335,7 +374,9 @@ class Config(Section):
     group_size: PositiveInt = 8
     """Responses to each prompt."""
     algorithm: Literal["grpo", "async_grpo"] = "async_grpo"
-    """Preset of learner.*; whatever the file or the command line sets wins over it."""
+    """Preset of learner.optim, learner.advantage, learner.loss and buffer.zero_variance; whatever
+    the file or the command line sets wins over it. `grpo`: groups normalised by their own
+    deviation, PPO's clip; `async_grpo`: made for stale samples (asyncrl/config/presets.py)."""
     model: Model
     """The policy."""
     data: Data
@@ -362,3 +403,31 @@ class Config(Section):
     """Addresses."""
     local: Local = Local()
     """Placement by `asyncrl-launch local`."""
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> Config:
+        problems = list(self._misfits())
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _misfits(self) -> Iterator[str]:
+        """One line for each pair of settings that cannot go together: `first key: what, how`."""
+        if self.group_size == 1:
+            yield (
+                "group_size: 1 leaves nothing to compare a response with, every advantage would "
+                "be 0: use 2 or more"
+            )
+        if self.weights.publish_every > self.max_staleness + 1:
+            yield (
+                f"weights.publish_every: {self.weights.publish_every} is more than max_staleness "
+                f"+ 1 = {self.max_staleness + 1}: generators would wait for ever for weights that "
+                "are new enough; publish more often or raise max_staleness"
+            )
+        in_flight = self.generator.rollouts_in_flight
+        if in_flight < self.group_size:
+            yield (
+                f"group_size: {self.group_size} is more than the {in_flight} responses that a "
+                "generator holds at once (generator.max_concurrent_rollouts, or "
+                "generator.vllm.max_num_seqs where that is auto): no group would ever start"
+            )
