@@ -1,0 +1,147 @@
+"""The whole system as processes, with the scripted engine in place of vLLM: claims in seconds."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from local_runs import Finished, run_local
+from rewards_by_text import checksum
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from asyncrl.config import Config
+from asyncrl.config.load import load_config
+from asyncrl.types import GroupId, Rollout, RolloutGroup, Sampling
+from asyncrl.versions import sample_seed
+from generators.scripted_engine import scripted_completion
+from learner.optimizer import Optimizer
+from learner.policy import load_policy
+from learner.ranks import start_ranks
+from learner.train_step import train_step
+
+STEPS, GROUPS, ROLLOUTS = 6, 4, 4
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, random_tiny_task: Path) -> Path:
+    """A configuration file for a random tiny model and the scripted engine."""
+    tree = {
+        "max_steps": STEPS,
+        "prompts_per_step": GROUPS,
+        "group_size": ROLLOUTS,
+        "algorithm": "grpo",
+        "model": {"path": str(random_tiny_task / "model"), "dtype": "float32"},
+        "data": {
+            "train_files": [str(random_tiny_task / "train.jsonl")],
+            "max_prompt_length": 8,
+            "max_response_length": 8,
+            "shuffle": False,
+        },
+        "reward": {"path": "tests/rewards_by_text.py:checksum", "workers": 1},
+        "generator": {"engine": "scripted", "scripted": {"tokens_per_s": 200}},
+        "buffer": {"zero_variance": "train"},
+        "learner": {"gradient_checkpointing": False, "optim": {"lr": 1e-3}},
+        "network": {"heartbeat_s": 1.0},
+    }
+    path = tmp_path_factory.mktemp("scripted") / "scripted.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.fixture(scope="module")
+def synchronous(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return run_local(config, "max_staleness=0", directory=tmp_path_factory.mktemp("sync"))
+
+
+@pytest.fixture(scope="module")
+def asynchronous(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return run_local(config, "max_staleness=2", directory=tmp_path_factory.mktemp("async"))
+
+
+def test_synchronous_run_trains_nothing_but_fresh_tokens(synchronous: Finished) -> None:
+    assert synchronous.code == 0, synchronous.logs()
+    assert [record["staleness/max"] for record in synchronous.steps] == [0] * STEPS
+
+
+def test_asynchronous_run_uses_its_bound_and_keeps_it(asynchronous: Finished) -> None:
+    assert asynchronous.code == 0, asynchronous.logs()
+    steps = asynchronous.steps
+    assert len(steps) == STEPS
+    assert max(record["staleness/max"] for record in steps) <= 2
+    assert sum(record["staleness/mean"] for record in steps) / STEPS > 0.5
+
+
+def test_synchronous_run_equals_the_plain_loop_bit_for_bit(
+    synchronous: Finished, config: Path
+) -> None:
+    assert differing(plain_loop(load_config(config, [])), synchronous) == []
+
+
+def test_plain_loop_in_which_one_wrong_version_is_served_differs(
+    synchronous: Finished, config: Path
+) -> None:
+    assert differing(plain_loop(load_config(config, []), wrong_at=3), synchronous) != []
+
+
+def test_every_issued_prompt_is_trained_and_fates_add_up(asynchronous: Finished) -> None:
+    with sqlite3.connect(asynchronous.run_dir / "journal.sqlite") as journal:
+        counts = dict(journal.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
+    assert counts == {"trained": STEPS * GROUPS}
+
+
+def plain_loop(config: Config, wrong_at: int | None = None) -> dict[str, torch.Tensor]:
+    """Synchronous training without buffer, sockets and processes; returns the parameters.
+
+    In step `wrong_at` the samples are those of the version before the right one.
+    """
+    torch.set_num_threads(1)
+    ranks = start_ranks()
+    policy = load_policy(config, ranks)
+    optimizer = Optimizer(policy, config.learner.optim)
+    lines = Path(str(config.data.train_files[0])).read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    for step in range(STEPS):
+        version = step - (step == wrong_at)
+        positions = range(step * GROUPS, (step + 1) * GROUPS)
+        groups = [make_group(config, GroupId(0, p), prompts[p], version) for p in positions]
+        train_step(policy, optimizer, groups, config, ranks=ranks)
+    return {name: tensor.clone() for name, tensor in policy.gather(torch.float32)}
+
+
+def make_group(config: Config, id: GroupId, prompt: str, version: int) -> RolloutGroup:
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    sampling = Sampling(1.0, 8, stop_token_ids=(tokenizer.eos_token_id,))
+    rollouts = []
+    for sample in range(ROLLOUTS):
+        done = scripted_completion(
+            seed=sample_seed(config.seed, "train", id.epoch, id.position, sample, 0),
+            version=version,
+            options=config.generator.scripted,
+            sampling=sampling,
+            vocab_size=64,
+        )
+        text = tokenizer.decode(done.token_ids, skip_special_tokens=True)
+        rollouts.append(
+            Rollout(
+                token_ids=done.token_ids,
+                logprobs=done.logprobs,
+                versions=done.versions,
+                loss_mask=np.ones(len(done.token_ids), bool),
+                finish_reason=done.finish_reason,
+                reward=checksum("", text, "", {}),
+            )
+        )
+    ids = np.array(tokenizer.encode(prompt), np.int32)
+    return RolloutGroup(id, 0, "spell_backward", ids, 1.0, 1, tuple(rollouts))
+
+
+def differing(parameters: dict[str, torch.Tensor], run: Finished) -> list[str]:
+    """Names of the parameters that are not bit-equal to those that the run exported."""
+    exported = load_file(run.run_dir / "final" / "model.safetensors")
+    return [name for name, tensor in parameters.items() if not torch.equal(tensor, exported[name])]

@@ -1,0 +1,61 @@
+"""The whole system with nothing replaced: real vLLM, FSDP2, ZeroMQ, processes, model and task."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+from local_runs import REPOSITORY, Finished, run_local
+from transformers import AutoModelForCausalLM
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+
+def run_tiny(tiny_task: Path, directory: Path, *overrides: str) -> Finished:
+    return run_local(
+        REPOSITORY / "configs" / "tiny.yaml",
+        f"model.path={tiny_task}/model",
+        f"data.train_files=[{tiny_task}/train.jsonl]",
+        f"data.val_files=[{tiny_task}/val.jsonl]",
+        *overrides,
+        directory=directory,
+        timeout_s=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return run_tiny(tiny_task, tmp_path_factory.mktemp("async"))
+
+
+def test_asynchronous_training_raises_held_out_accuracy(trained: Finished) -> None:
+    assert trained.code == 0, trained.logs()
+    before, after = trained.evals
+    assert (before["eval/version"], after["eval/version"]) == (0, 20)
+    assert before["eval/count"] == after["eval/count"] == 256
+    assert after["eval/accuracy"] >= before["eval/accuracy"] + 0.15, trained.logs()
+
+
+def test_staleness_is_used_and_bounded(trained: Finished) -> None:
+    assert max(record["staleness/max"] for record in trained.steps) <= 2
+    assert statistics.fmean(record["staleness/mean"] for record in trained.steps) > 0.5
+
+
+def test_final_policy_is_a_plain_hugging_face_directory(trained: Finished) -> None:
+    model = AutoModelForCausalLM.from_pretrained(trained.run_dir / "final")
+    assert model.num_parameters() > 700_000
+
+
+def test_nothing_is_left_in_shared_memory(trained: Finished) -> None:
+    assert not list(Path("/dev/shm").glob(f"asyncrl-{trained.run_dir.name}-*"))
+
+
+def test_synchronous_training_is_the_same_code_at_bound_zero(
+    tiny_task: Path, tmp_path: Path
+) -> None:
+    run = run_tiny(
+        tiny_task, tmp_path, "max_staleness=0", "max_steps=4", "eval.before_training=false"
+    )
+    assert run.code == 0, run.logs()
+    assert [record["staleness/max"] for record in run.steps] == [0, 0, 0, 0]
