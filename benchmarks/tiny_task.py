@@ -130,7 +130,7 @@ def example_tensors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, labels), each [batch, time]; prompt and padding carry the label -100."""
     texts = [
-        tokenizer.encode(prompt(word) + word[::-1]) + [tokenizer.eos_token_id] for word in words
+        [*tokenizer.encode(prompt(word) + word[::-1]), tokenizer.eos_token_id] for word in words
     ]
     width = max(map(len, texts))
     ids = torch.full((len(words), width), tokenizer.pad_token_id)
