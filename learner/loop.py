@@ -1,0 +1,244 @@
+"""The learner's loop: get a batch, train it, commit the new version, publish it, go on.
+
+Step s turns version s into s + 1. Every rank runs this loop alike; rank 0, the lead, talks to the
+buffer and writes the files.
+
+    consumes        batches of the buffer; the next one is fetched while this one trains
+    waits for       the next batch and nothing else: no generator, no reader, no tracker
+    unblocks        the buffer (commit) and the generators (publish)
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.messages import Batch, End
+from asyncrl.types import WeightId
+from asyncrl.wire import Packet, decode_group
+from learner.batch import staleness_metrics
+from learner.checkpoint import (
+    State,
+    config_digest,
+    list_versions,
+    load_checkpoint,
+    newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from learner.clock import PhaseClock
+from learner.export import export_policy
+from learner.optimizer import Optimizer
+from learner.policy import DTYPES, load_policy
+from learner.ranks import Ranks
+from learner.reporting import Reporter
+from learner.source import BufferLine
+from learner.train_step import train_step
+from learner.weights_out import Publisher, weights_root
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 60.0
+"""At the end of the run, how long the newest weights may take to be published."""
+SAY_WAITING_S = 10.0
+"""A wait is said in the log when it has lasted this long, and then as often."""
+
+
+class Learner:
+    """One rank of the learner, from registration to the end of the run."""
+
+    def __init__(self, config: Config, run_dir: Path, *, address: str, ranks: Ranks) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.checkpoints = run_dir / "checkpoints"
+        self.ranks = ranks
+        self.clock = PhaseClock("start")
+        self.line = BufferLine(address, run_id=_run_id(run_dir), ranks=ranks)
+        self.policy = load_policy(config, ranks)
+        self.optimizer = Optimizer(self.policy, config.learner.optim)
+        self.publisher = Publisher(
+            config.weights,
+            weights_root(config.weights, run_dir),
+            dtype=DTYPES[config.model.dtype],
+            is_lead=ranks.is_lead,
+            announce=self.line.announce,
+        )
+        self.reporter = Reporter(run_dir, config, ranks)
+        self.version = 0
+        self.inc = 0
+        self.committed = 0
+        """Highest version ever committed when this learner took over; until then it replays."""
+        self.snapshot_version = 0
+        """Newest version handed to the publisher. Version 0 needs none: generators load it."""
+        self.resume()
+
+    def run(self) -> int:
+        """Trains until the buffer says that the run has ended; returns the exit code."""
+        self.register()
+        if self.version == self.committed > 0:
+            self.publish()
+        self.line.fetch(self.version)
+        while True:
+            packet, waited_for = self.next_batch()
+            if isinstance(packet.message, End):
+                return self.finish(packet.message)
+            self.line.fetch(self.version + 1)
+            values = self.train(packet)
+            self.commit(values)
+            if self.is_time_to_publish():
+                self.publish()
+            if _is_multiple(self.version, self.config.checkpoint.every):
+                self.save()
+            self.report(packet.message, values, waited_for)
+
+    def resume(self) -> None:
+        """Goes on from the newest whole checkpoint, if checkpoint.resume says so."""
+        if self.config.checkpoint.resume != "auto":
+            return
+        found = newest_checkpoint(self.checkpoints) if self.ranks.is_lead else None
+        [name] = self.ranks.broadcast([found.name.encode() if found else b""])
+        if not name:
+            return
+        state = load_checkpoint(self.checkpoints / name.decode(), self.policy, self.optimizer)
+        self.version = state.version
+        log.info("going on from the checkpoint of version %d", self.version)
+        if state.config_digest != config_digest(self.config):
+            log.warning("the configuration has changed since that checkpoint was written")
+
+    def register(self) -> None:
+        """Takes over the run; learners registered before are fenced off from now on."""
+        registered = self.line.register(
+            checkpoint_version=self.version, config_digest=config_digest(self.config)
+        )
+        self.inc, self.committed = registered.inc, registered.committed
+        if self.committed > self.version:
+            log.info("replaying steps %d to %d", self.version, self.committed - 1)
+
+    def next_batch(self) -> tuple[Packet, str]:
+        """The Batch of the next step or the End, and what was waited for."""
+        self.clock.enter("wait_batch")
+        started = said = time.monotonic()
+        waited_for = ""
+        while True:
+            packet = self.line.next_reply()
+            self.reporter.records(packet.message.records)
+            if isinstance(packet.message, End):
+                return packet, waited_for
+            if packet.message.step != self.version:
+                raise RuntimeError(f"expected step {self.version}, got {packet.message.step}")
+            if isinstance(packet.message, Batch):
+                return packet, packet.message.waited_for or waited_for
+            waited_for = packet.message.reason
+            self.publish_if_idle()
+            if time.monotonic() - said > SAY_WAITING_S:
+                said = time.monotonic()
+                log.info(
+                    "step %d, %.0f s, waiting for: %s", self.version, said - started, waited_for
+                )
+
+    def train(self, packet: Packet) -> dict[str, float]:
+        """One step on a batch: version s becomes s + 1."""
+        self.clock.enter("prepare")
+        step, batch = self.version, packet.message
+        groups = [decode_group(frame) for frame in packet.frames]
+        ages = staleness_metrics(groups, step=step, max_staleness=batch.max_staleness)
+        values = train_step(self.policy, self.optimizer, groups, self.config, clock=self.clock)
+        if values["train/skipped"] and self.ranks.is_lead:
+            _keep_batch(self.run_dir / "skipped" / f"step-{step:08d}", packet)
+        self.version = step + 1
+        return {**values, **ages, "train/replayed": float(batch.replayed)}
+
+    def commit(self, values: dict[str, float]) -> None:
+        self.clock.enter("commit")
+        self.line.commit(self.version, values)
+
+    def is_time_to_publish(self) -> bool:
+        """Replayed versions stay silent up to the one that generators may serve already."""
+        if self.version <= self.committed:
+            return self.version == self.committed
+        return _is_multiple(self.version, self.config.weights.publish_every)
+
+    def publish(self) -> None:
+        self.clock.enter("snapshot")
+        self.publisher.snapshot(self.policy, WeightId(self.inc, self.version))
+        self.snapshot_version = self.version
+
+    def publish_if_idle(self) -> None:
+        """While there is nothing to train, a version that publish_every passed over goes out: the
+        newest is always published in the end."""
+        if self.snapshot_version < self.version and self.version >= self.committed:
+            self.publish()
+            self.clock.enter("wait_batch")
+
+    def save(self) -> None:
+        """Writes a checkpoint, deletes old ones, and tells the buffer which there are."""
+        self.clock.enter("checkpoint")
+        state = State(
+            version=self.version,
+            num_steps=self.optimizer.num_steps,
+            num_updates=self.optimizer.num_updates,
+            seed=self.config.seed,
+            config_digest=config_digest(self.config),
+        )
+        save_checkpoint(
+            self.checkpoints, self.policy, self.optimizer, state, is_lead=self.ranks.is_lead
+        )
+        if self.ranks.is_lead:
+            prune_checkpoints(self.checkpoints, keep_last=self.config.checkpoint.keep_last)
+            self.line.checkpointed(list_versions(self.checkpoints))
+
+    def report(self, batch: Batch, values: dict[str, float], waited_for: str) -> None:
+        self.clock.enter("log")
+        publishing = {
+            "publish/snapshot_s": self.publisher.snapshot_s,
+            "publish/write_s": self.publisher.write_s,
+            "publish/num_published": float(self.publisher.num_published),
+        }
+        self.reporter.step(
+            batch.step,
+            {**values, **publishing},
+            seconds=self.clock.take(),
+            waited_for=waited_for,
+        )
+
+    def finish(self, end: End) -> int:
+        """The run has ended: newest weights out, last checkpoint, export."""
+        self.publisher.close(drain_s=DRAIN_S)
+        if self.version not in list_versions(self.checkpoints):
+            self.save()
+        if not end.failed:
+            self.leave_policy()
+        self.reporter.close()
+        self.line.close()
+        if self.ranks.is_lead:
+            outcome = "the run failed" if end.failed else "the run has ended"
+            print(f"{outcome} at version {self.version}: {end.reason}", file=sys.stderr)
+        return 1 if end.failed else 0
+
+    def leave_policy(self) -> None:
+        """Exports the final policy; published weights in a directory of ours are not needed now."""
+        if self.config.checkpoint.export_hf:
+            directory = self.run_dir / "final"
+            export_policy(directory, self.policy, self.config.model, is_lead=self.ranks.is_lead)
+        if self.ranks.is_lead and self.config.weights.dir is None:
+            shutil.rmtree(weights_root(self.config.weights, self.run_dir), ignore_errors=True)
+
+
+def _run_id(run_dir: Path) -> str | None:
+    path = run_dir / "run_id"
+    return path.read_text().strip() if path.exists() else None
+
+
+def _is_multiple(version: int, every: int) -> bool:
+    return every > 0 and version % every == 0
+
+
+def _keep_batch(directory: Path, packet: Packet) -> None:
+    """Keeps the batch of a skipped step: one file a group, to be read by wire.decode_group."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for number, frame in enumerate(packet.frames):
+        (directory / f"{number:05d}.group").write_bytes(frame)

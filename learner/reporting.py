@@ -1,0 +1,70 @@
+"""What the learner says about its steps: metrics.jsonl, and one line for people."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.messages import Record
+from asyncrl.metrics import MetricsLog, Value
+from learner.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Writes for the lead; on other ranks its methods do nothing."""
+
+    def __init__(self, run_dir: Path, config: Config, ranks: Ranks) -> None:
+        self._log = MetricsLog(run_dir, config) if ranks.is_lead else None
+        self._max_staleness = config.max_staleness
+
+    def records(self, records: list[Record]) -> None:
+        """Records that the buffer made: names without a prefix get the record's."""
+        if self._log is None:
+            return
+        for record in records:
+            values: dict[str, Value] = {
+                name if "/" in name else f"{record.name}/{name}": value
+                for name, value in record.values.items()
+            }
+            self._log.log(record.step, values)
+
+    def step(
+        self, step: int, values: dict[str, float], *, seconds: dict[str, float], waited_for: str
+    ) -> None:
+        """One trained step; `seconds` by phase add up to its wall time."""
+        if self._log is None:
+            return
+        wall = sum(seconds.values())
+        record: dict[str, Value] = {
+            **values,
+            "train/tokens_per_s": values["train/num_tokens"] / max(wall, 1e-9),
+            "time/step_s": wall,
+            **{f"time/{phase}_s": spent for phase, spent in seconds.items()},
+        }
+        if waited_for:
+            record["wait/waited_for"] = waited_for
+        self._log.log(step, record)
+        log.info("%s", self._line(step, record, seconds))
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    def _line(self, step: int, record: dict[str, Value], seconds: dict[str, float]) -> str:
+        def number(name: str) -> float:
+            value = record.get(name, float("nan"))
+            assert not isinstance(value, str)
+            return value
+
+        skipped = "  SKIPPED: loss or gradient not finite" if record["train/skipped"] else ""
+        return (
+            f"step {step}  reward {number('train/reward_mean'):.3f}  "
+            f"loss {number('train/loss'):+.4f}  kl {number('train/k3'):.4f}  "
+            f"entropy {number('train/entropy'):.2f}  grad {number('train/grad_norm'):.2f}  "
+            f"staleness {number('staleness/mean'):.1f} max {number('staleness/max'):.0f} of "
+            f"{self._max_staleness}  {number('train/tokens_per_s'):.0f} tokens/s  "
+            f"{number('time/step_s'):.1f} s (waited {seconds.get('wait_batch', 0.0):.1f}){skipped}"
+        )

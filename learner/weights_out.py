@@ -1,0 +1,177 @@
+"""Publishing weights without waiting for anybody: a snapshot here, the rest in a thread.
+
+Two snapshots in host memory are used in turn: one is being written, the other holds the newest
+version that waits. A newer version overwrites the waiting one, so the latest wins, and as a failed
+write is tried again until a newer version supersedes it, the newest is always published in the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from asyncrl.config.schema import WeightsSection
+from asyncrl.types import WeightId
+from asyncrl.weights_dir import Written, prune, write_version
+from learner.policy import Policy
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 2.0
+"""Pause before a failed publication is tried again."""
+
+Announce = Callable[[WeightId, Path, str], None]
+"""Called in the writer's thread with weights, directory and digest, once they can be read."""
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """One of the two sets of host tensors, in wire dtype, allocated at first use."""
+
+    weights: WeightId | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def copy_in(self, name: str, tensor: Tensor) -> None:
+        if name not in self.tensors:
+            self.tensors[name] = torch.empty(
+                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+            )
+        self.tensors[name].copy_(tensor)
+
+
+class Publisher:
+    """Takes snapshots on the training thread and writes them from a thread of its own.
+
+    Every rank has one and calls `snapshot` alike; only the lead's writes.
+    """
+
+    def __init__(
+        self,
+        config: WeightsSection,
+        root: Path,
+        *,
+        dtype: torch.dtype,
+        is_lead: bool,
+        announce: Announce,
+    ) -> None:
+        self._config = config
+        self._root = root
+        self._dtype = dtype
+        self._announce = announce
+        self._slots = [_Snapshot(), _Snapshot()] if is_lead else []
+        self._state = threading.Condition()
+        self._sending: _Snapshot | None = None
+        self._pending: _Snapshot | None = None
+        self._closed = False
+        self.snapshot_s = 0.0
+        """How long the last snapshot held up training."""
+        self.write_s = 0.0
+        """How long the last publication took, from first byte to announcement."""
+        self.num_published = 0
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        if is_lead:
+            self._thread.start()
+
+    def snapshot(self, policy: Policy, weights: WeightId) -> None:
+        """Copies the policy's weights, to be published as `weights`. A collective of all ranks.
+
+        Waits for no reader, no disk and no earlier version. RuntimeError, naming the tensor, when a
+        weight is not finite: then nothing is published.
+        """
+        started = time.monotonic()
+        slot = self._take_slot()
+        for name, tensor in policy.gather(self._dtype):
+            _check_finite(name, tensor, weights)
+            if slot is not None:
+                slot.copy_in(name, tensor)
+        if slot is not None:
+            slot.weights = weights
+            with self._state:
+                self._pending = slot
+                self._state.notify_all()
+        self.snapshot_s = time.monotonic() - started
+
+    def close(self, *, drain_s: float) -> bool:
+        """Waits until the newest snapshot is published, at most `drain_s`; True if it is."""
+        with self._state:
+            drained = self._state.wait_for(
+                lambda: self._pending is None and self._sending is None, timeout=drain_s
+            )
+            self._closed = True
+            self._state.notify_all()
+        if not drained:
+            log.warning("the newest weights were not published within %.0f s", drain_s)
+        return drained
+
+    def _take_slot(self) -> _Snapshot | None:
+        """The snapshot that is not being sent; what waited in it is superseded."""
+        with self._state:
+            self._pending = None
+            return next((slot for slot in self._slots if slot is not self._sending), None)
+
+    def _run(self) -> None:
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._pending is not None or self._closed)
+                if self._pending is None:
+                    return
+                self._sending, self._pending = self._pending, None
+            self._send(self._sending)
+            with self._state:
+                self._sending = None
+                self._state.notify_all()
+
+    def _send(self, snapshot: _Snapshot) -> None:
+        """Writes, announces and prunes; again after a failure, until something newer waits."""
+        assert snapshot.weights is not None
+        started = time.monotonic()
+        written: Written | None = None
+        while True:
+            try:
+                written = written or self._write(snapshot)
+                self._announce(snapshot.weights, written.location, written.digest)
+                break
+            except Exception as error:  # whatever it is: training goes on, and the cause is said
+                log.warning("weights %s are not published yet: %s", snapshot.weights, error)
+            with self._state:
+                if self._state.wait_for(self._is_superseded, timeout=RETRY_S):
+                    return
+        self.write_s = time.monotonic() - started
+        self.num_published += 1
+        prune(self._root, keep=self._config.keep)
+
+    def _write(self, snapshot: _Snapshot) -> Written:
+        assert snapshot.weights is not None
+        return write_version(
+            self._root,
+            snapshot.weights,
+            snapshot.tensors,
+            bucket_bytes=self._config.bucket_bytes,
+            max_bytes_per_s=self._config.max_bytes_per_s,
+        )
+
+    def _is_superseded(self) -> bool:
+        return self._pending is not None or self._closed
+
+
+def weights_root(config: WeightsSection, run_dir: Path) -> Path:
+    """Where this run publishes: weights.dir, else shared memory, else the run directory."""
+    if config.dir is not None:
+        return Path(config.dir)
+    if Path("/dev/shm").is_dir():
+        digest = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]
+        return Path("/dev/shm") / f"asyncrl-{run_dir.name}-{digest}"
+    return run_dir / "weights"
+
+
+def _check_finite(name: str, tensor: Tensor, weights: WeightId) -> None:
+    if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
+        raise RuntimeError(f"tensor {name} of weights {weights} is not finite: not published")
