@@ -1,0 +1,1 @@
+"""Prompts and rewards: from files or procedural data sets to rows, from a path to a function."""

@@ -1,0 +1,166 @@
+"""Reward functions: from `file.py:function` or `package.module:function` to a score.
+
+A reward function has verl's signature, is called by keyword, may be async, and returns a number or
+a dict with `score` and named extras:
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info): ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import math
+import numbers
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from asyncrl.config.fields import nearest
+from asyncrl.types import Row
+
+RewardFunction = Callable[..., Any]
+
+
+def resolve(path: str) -> RewardFunction:
+    """The function that `reward.path` names. Raises ValueError that says what is missing.
+
+    A file is run once for each process, as a module of its own.
+    """
+    place, colon, name = path.rpartition(":")
+    if not (colon and place and name.isidentifier()):
+        raise ValueError(
+            f"reward.path: {path!r} names no function: expected file.py:function or "
+            "package.module:function"
+        )
+    module = _load_file(Path(place), path) if place.endswith(".py") else _import(place, path)
+    function = getattr(module, name, None)
+    if function is None:
+        own = [
+            attribute
+            for attribute, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        raise ValueError(
+            f"reward.path: there is no function {name!r} in {place}{nearest(name, own)} "
+            f"(functions: {', '.join(n for n in own if not n.startswith('_')) or 'none'})"
+        )
+    if not callable(function):
+        raise ValueError(f"reward.path: {name!r} in {place} is a {type(function).__name__}")
+    return function
+
+
+def call_reward(function: RewardFunction, row: Row, text: str) -> tuple[float, dict[str, float]]:
+    """Score and named extras of one response. Whatever the function raises goes through;
+    ValueError when it returns something else than a finite number or a dict with one."""
+    result = function(
+        data_source=row["source"],
+        solution_str=text,
+        ground_truth=row["answer"],
+        extra_info=row["extra"],
+    )
+    if inspect.isawaitable(result):
+        result = asyncio.run(_finish(result))
+    value = result.get("score") if isinstance(result, Mapping) else result
+    score = _number(value)
+    if score is None:
+        raise ValueError(f"it returned {result!r}: expected a finite number or a dict with `score`")
+    extras = result.items() if isinstance(result, Mapping) else ()
+    parts = {str(name): _number(extra) for name, extra in extras if name != "score"}
+    return score, {name: extra for name, extra in parts.items() if extra is not None}
+
+
+def check_reward(function: RewardFunction, row: Row, *, timeout_s: float = 30.0) -> None:
+    """Calls the function once with a made-up response, before any engine loads.
+
+    Raises ValueError when it raises, returns no number, or takes longer than `timeout_s`.
+    """
+    failures: list[str | None] = []
+
+    def dry_call() -> None:
+        try:
+            call_reward(function, row, "0")
+            failures.append(None)
+        except BaseException as error:  # SystemExit of a script is a failure like any other
+            failures.append(f"{type(error).__name__}: {error}{_place(error)}")
+
+    thread = threading.Thread(target=dry_call, name="reward-dry-call", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not failures:
+        raise ValueError(
+            f"reward.path: a dry call with a response '0' did not return within {timeout_s:g} s"
+        )
+    if failures[0] is not None:
+        raise ValueError(
+            f"reward.path: a dry call with the first training row and a response '0' failed: "
+            f"{failures[0]}"
+        )
+
+
+def _load_file(file: Path, path: str) -> ModuleType:
+    if not file.is_file():
+        names = [entry.name for entry in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise ValueError(
+            f"reward.path: there is no file {str(file)!r}{nearest(file.name, names)} (relative "
+            "paths are looked up in the working directory, then beside the configuration file)"
+        )
+    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
+    name = f"asyncrl_reward_{digest}"  # no name that shadows a module, the same in each process
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        raise _import_failed(path, error) from None
+    return module
+
+
+def _import(module: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except BaseException as error:
+        raise _import_failed(path, error) from None
+
+
+def _import_failed(path: str, error: BaseException) -> BaseException:
+    """A user's mistake as ValueError; Ctrl-C stays what it is."""
+    if isinstance(error, KeyboardInterrupt):
+        return error
+    reason = f"{type(error).__name__}: {error}{_place(error)}"
+    return ValueError(f"reward.path: {path!r} cannot be imported: {reason}")
+
+
+def _place(error: BaseException) -> str:
+    """` (file.py, line 3)`: where it was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or isinstance(error, (ImportError, SyntaxError)):
+        return ""
+    return f" ({trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno})"
+
+
+async def _finish(result: Any) -> Any:
+    return await result
+
+
+def _number(value: Any) -> float | None:
+    """A finite number as float, also from an array of one; None for anything else."""
+    if hasattr(value, "item") and getattr(value, "size", None) == 1:
+        value = value.item()
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value)
+    return None
