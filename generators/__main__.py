@@ -1,0 +1,133 @@
+"""`python -P -m generators CONFIG [--connect ADDRESS] [--name NAME]`: one generator."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import multiprocessing
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from asyncrl.config.load import load_resolved
+from asyncrl.config.schema import Config
+from asyncrl.messages import Hello
+from asyncrl.transport import Client, RefusedError, Unreachable
+from generators.engine import Engine
+from generators.heartbeat import HeartbeatThread
+from generators.rewards import RewardWorkers
+from generators.scripted_engine import ScriptedEngine
+from generators.tokens import Tokens, vocabulary_size
+from generators.vllm_engine import VllmEngine
+from generators.weights_in import UNREACHABLE_S
+from generators.worker import Worker
+
+log = logging.getLogger("generators")
+
+TERMINATED = 143
+"""Exit code after SIGTERM or SIGINT (128 + 15)."""
+
+
+def main() -> int:
+    """Exit code: 0 the run is done, 2 something that the user can mend, 1 anything else."""
+    parser = argparse.ArgumentParser(prog="python -m generators", description=__doc__)
+    parser.add_argument("config", help="resolved config.yaml in the run directory")
+    parser.add_argument("--connect", help="address of the buffer (default: network.buffer)")
+    parser.add_argument("--name", default="generator-0", help="name in logs and metrics")
+    arguments = parser.parse_args()
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s {arguments.name} %(levelname)s %(message)s"
+    )
+    try:
+        config = load_resolved(Path(arguments.config))
+        hello = _hello(Path(arguments.config).parent, arguments.name)
+        asyncio.run(_generate(config, arguments.connect or config.network.buffer, hello))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (Unreachable, RefusedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _hello(run_dir: Path, name: str) -> Hello:
+    run_id = run_dir / "run_id"
+    return Hello(
+        role="generator",
+        member=f"{name}-{secrets.token_hex(2)}",
+        run_id=run_id.read_text().strip() if run_id.is_file() else None,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
+
+
+async def _generate(config: Config, address: str, hello: Hello) -> None:
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    rewards = RewardWorkers(config.reward)
+    try:
+        await _serve(config, address, hello, rewards)
+    except asyncio.CancelledError:
+        # Loading a model runs in a thread that cannot be interrupted; nothing here needs it.
+        _end_children()
+        os._exit(TERMINATED)
+    finally:
+        rewards.close()
+        _end_children()
+
+
+async def _serve(config: Config, address: str, hello: Hello, rewards: RewardWorkers) -> None:
+    """Checks what can be checked without the model, then loads it and works."""
+    await asyncio.to_thread(rewards.start)
+    tokens = await asyncio.to_thread(Tokens, config)
+    engine: Engine = VllmEngine(config)
+    if config.generator.engine == "scripted":
+        vocabulary = await asyncio.to_thread(vocabulary_size, config.model.path)
+        engine = ScriptedEngine(config.generator.scripted, vocab_size=vocabulary)
+    client = Client(address, hello=hello)
+    welcome = await client.connect(deadline_s=UNREACHABLE_S)
+    worker = Worker(config, engine=engine, tokens=tokens, rewards=rewards)
+    loop = asyncio.get_running_loop()
+    heartbeat = HeartbeatThread(
+        address,
+        hello=hello,
+        interval_s=welcome.heartbeat_s,
+        look=worker.look,
+        on_done=lambda: loop.call_soon_threadsafe(worker.finish),
+    )
+    heartbeat.start()
+    try:
+        started = time.monotonic()
+        await engine.start()
+        log.info("engine ready after %.1f s", time.monotonic() - started)
+        await worker.run(client, on_swap=heartbeat.beat_now)
+    finally:
+        heartbeat.close()
+        await client.close()
+        await engine.close()
+        tokens.close()
+
+
+def _end_children() -> None:
+    """No process that this one started outlives it."""
+    children = multiprocessing.active_children()
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + 2.0
+    for child in children:
+        child.join(timeout=max(0.0, deadline - time.monotonic()))
+        if child.is_alive():
+            child.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

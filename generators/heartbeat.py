@@ -1,0 +1,62 @@
+"""Signs of life, from a thread of their own: a busy or loading generator is not a dead one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from asyncrl.messages import Beat, Heartbeat, Hello
+from asyncrl.transport import RefusedError, ThreadClient, Unreachable
+
+log = logging.getLogger(__name__)
+
+
+class HeartbeatThread:
+    """Sends what `look` returns every `interval_s` seconds, and at once after `beat_now`."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        hello: Hello,
+        interval_s: float,
+        look: Callable[[], Heartbeat],
+        on_done: Callable[[], None],
+    ) -> None:
+        """`look` and `on_done` (the buffer says that the run has ended) run in the thread."""
+        self._client = ThreadClient(address, hello=hello)
+        self._interval_s = interval_s
+        self._look = look
+        self._on_done = on_done
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def beat_now(self) -> None:
+        """The next heartbeat goes out without delay: something worth telling has changed."""
+        self._wake.set()
+
+    def close(self) -> None:
+        self._stopped = True
+        self._wake.set()
+        self._thread.join(timeout=0.5)
+        self._client.close()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            try:
+                # Several beats may be lost before anybody is thought dead: this one may wait.
+                packet = self._client.call(self._look(), deadline_s=self._interval_s)
+            except Unreachable:
+                continue
+            except RefusedError as error:
+                log.warning("a heartbeat was refused: %s", error)
+            else:
+                if isinstance(packet.message, Beat) and packet.message.done:
+                    self._on_done()
+            self._wake.wait(self._interval_s)
+            self._wake.clear()

@@ -1,0 +1,164 @@
+"""Scores rollouts by the user's function, in worker processes that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import logging
+import math
+import multiprocessing
+import numbers
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+from pebble.pool.process import WORKERS_NAME
+
+from asyncrl.config.schema import Reward
+from asyncrl.types import Row
+
+log = logging.getLogger(__name__)
+
+
+class RewardStop(ValueError):
+    """The reward function failed and reward.on_error is stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Result of one call. `reward` is None when nobody could score the rollout."""
+
+    reward: float | None
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class RewardWorkers:
+    """A pool of reward.workers processes; a call over reward.timeout_s has its process killed."""
+
+    def __init__(self, config: Reward) -> None:
+        self._config = config
+        self._pool = ProcessPool(
+            max_workers=config.workers,
+            initializer=_prepare_worker,
+            initargs=(config.path,),
+            context=multiprocessing.get_context("spawn"),
+        )
+        self._reported = False
+        self.num_errors = 0
+        """Calls without a score: exceptions, time-outs, killed workers."""
+
+    def start(self) -> None:
+        """Starts the workers. Raises ValueError when reward.path names no usable function."""
+        try:
+            self._pool.schedule(_check_function, args=[self._config.path]).result()
+        except (BrokenProcessPool, ProcessExpired) as error:
+            raise ValueError(
+                f"reward.path {self._config.path}: importing it ends the process ({error})"
+            ) from None
+
+    async def score(self, row: Row, text: str, *, name: str) -> Score:
+        """Scores one response; `name` identifies it in messages.
+
+        An error or time-out gives a Score without reward, or raises RewardStop, as reward.on_error
+        says. The limit counts from when a worker takes the call up, not from this call.
+        """
+        call = self._pool.schedule(
+            _call,
+            args=[self._config.path, row["source"], text, row["answer"], row.get("extra") or {}],
+            timeout=self._config.timeout_s,
+        )
+        try:
+            reward, parts = await asyncio.wrap_future(call)
+        except TimeoutError:
+            return self._failed(name, f"took longer than {self._config.timeout_s} s and was killed")
+        except ProcessExpired as error:
+            return self._failed(name, f"ended its process with code {error.exitcode}")
+        except _RewardError as error:
+            return self._failed(name, str(error))
+        return Score(reward, parts)
+
+    def close(self) -> None:
+        """Kills the workers, busy or not."""
+        self._pool.stop()
+        for child in multiprocessing.active_children():
+            if child.name == WORKERS_NAME:
+                child.kill()
+        self._pool.join()
+
+    def _failed(self, name: str, reason: str) -> Score:
+        self.num_errors += 1
+        message = f"reward function {self._config.path} for {name}: {reason}"
+        if self._config.on_error == "stop":
+            raise RewardStop(f"{message} (reward.on_error is stop; drop goes on without a score)")
+        if not self._reported:
+            self._reported = True
+            log.error("%s. The rollout stays unscored; further errors are counted only.", message)
+        return Score(None)
+
+
+class _RewardError(Exception):
+    """Carries a worker's traceback as text: the user's own exceptions may not survive pickling."""
+
+
+_functions: dict[str, Callable[..., Any]] = {}
+
+
+def _prepare_worker(path: str) -> None:
+    """Resolves the function before the first call, whose time limit then covers the call only."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    from asyncrl.tasks.rewards import resolve
+
+    with contextlib.suppress(ValueError):  # told by _check_function, which start() waits for
+        _functions[path] = resolve(path)
+
+
+def _check_function(path: str) -> None:
+    from asyncrl.tasks.rewards import resolve
+
+    resolve(path)
+
+
+def _call(
+    path: str, source: str, text: str, answer: Any, extra: Mapping[str, Any]
+) -> tuple[float, dict[str, float]]:
+    try:
+        result = _functions[path](
+            data_source=source, solution_str=text, ground_truth=answer, extra_info=extra
+        )
+        if inspect.isawaitable(result):
+            result = asyncio.run(_await(result))
+        return _parse(result)
+    except Exception:
+        raise _RewardError(traceback.format_exc()) from None
+
+
+async def _await(result: Any) -> Any:
+    return await result
+
+
+def _parse(result: Any) -> tuple[float, dict[str, float]]:
+    """(reward, named extras) of what a reward function returned; ValueError for anything else."""
+    extras = result if isinstance(result, Mapping) else {}
+    value = result["score"] if isinstance(result, Mapping) else result
+    reward = _number(value)
+    if reward is None or not math.isfinite(reward):
+        raise ValueError(f"returned {value!r}: expected a finite number, or a dict with `score`")
+    parts = {str(k): _number(v) for k, v in extras.items() if k != "score"}
+    return reward, {k: v for k, v in parts.items() if v is not None and math.isfinite(v)}
+
+
+def _number(value: Any) -> float | None:
+    if hasattr(value, "item") and getattr(value, "size", None) == 1:
+        value = value.item()
+    if isinstance(value, numbers.Real):
+        return float(value)
+    return None

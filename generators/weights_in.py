@@ -1,0 +1,130 @@
+"""Takes new weights as they are published: stage in the background, swap at a step boundary."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from asyncrl.messages import WatchWeights
+from asyncrl.transport import Client
+from asyncrl.types import WeightId
+from generators.engine import Engine, StagingError, SwapTimes
+
+log = logging.getLogger(__name__)
+
+UNREACHABLE_S = 60.0
+"""The generator gives up on a buffer that has not answered for this long."""
+RETRY_S = (0.5, 30.0)
+"""Pause after a failed staging: at first, and at most. Newer weights are looked for each time."""
+IDLE_S = 0.05
+"""Pause after an answer without new weights, so that a hasty buffer makes no busy loop."""
+PIN_GRACE_S = 0.5
+"""An evaluation counts as over when no lease of it has been in hand for this long."""
+PIN_LOOK_S = 0.05
+
+
+class EvalPins:
+    """Keeps the served version while evaluation leases are in hand, until their deadlines."""
+
+    def __init__(self) -> None:
+        self._deadlines: dict[object, float] = {}
+        self._quiet_since = float("-inf")
+
+    @contextmanager
+    def hold(self, timeout_s: float) -> Iterator[None]:
+        """Pins the served version during the `with`, for at most `timeout_s` seconds."""
+        key = object()
+        self._deadlines[key] = time.monotonic() + timeout_s
+        try:
+            yield
+        finally:
+            del self._deadlines[key]
+            self._quiet_since = time.monotonic()
+
+    @property
+    def held(self) -> bool:
+        now = time.monotonic()
+        running = any(deadline > now for deadline in self._deadlines.values())
+        return running or now - self._quiet_since < PIN_GRACE_S
+
+    async def released(self) -> None:
+        """Returns when no evaluation pins the version any more."""
+        while self.held:
+            await asyncio.sleep(PIN_LOOK_S)
+
+
+class WeightsIn:
+    """Follows the published weights: the newest wins, and those applied strictly increase."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        client: Client,
+        *,
+        pins: EvalPins,
+        timeout_s: float,
+        on_swap: Callable[[SwapTimes], None],
+    ) -> None:
+        """`timeout_s` bounds one staging; `on_swap` is called after each swap."""
+        self._engine = engine
+        self._client = client
+        self._pins = pins
+        self._timeout_s = timeout_s
+        self._on_swap = on_swap
+        self.state = "idle"
+        """idle, staging, waiting for an evaluation to end, or swapping."""
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises EngineError, or Unreachable without a buffer."""
+        wait_s = RETRY_S[0]
+        while True:
+            found = await self._newer()
+            if found is None:
+                await asyncio.sleep(IDLE_S)
+                continue
+            weights, location = found
+            try:
+                await self._take(weights, location)
+                wait_s = RETRY_S[0]
+            except (StagingError, TimeoutError) as error:
+                reason = str(error) or f"took longer than weights.timeout_s = {self._timeout_s}"
+                log.warning(
+                    "weights %s were not taken, %s serve on: %s",
+                    weights,
+                    self._engine.serving,
+                    reason,
+                )
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, RETRY_S[1])
+            finally:
+                self.state = "idle"
+
+    async def _newer(self) -> tuple[WeightId, str] | None:
+        have = self._engine.serving
+        packet = await self._client.call(WatchWeights(have=list(have)), deadline_s=UNREACHABLE_S)
+        found = WeightId(packet.message.inc, packet.message.version)
+        location: str = packet.message.location
+        return (found, location) if location and found > have else None
+
+    async def _take(self, weights: WeightId, location: str) -> None:
+        self.state = "staging"
+        started = time.monotonic()
+        async with asyncio.timeout(self._timeout_s):
+            await self._engine.stage(weights, location)
+        staged_s = time.monotonic() - started
+        self.state = "waiting for an evaluation to end"
+        await self._pins.released()
+        self.state = "swapping"
+        times = await self._engine.swap(weights)
+        log.info(
+            "serving weights %s: staged %.2f s, paused %.3f s, loaded %.3f s, resumed %.3f s",
+            weights,
+            staged_s,
+            times.pause_s,
+            times.load_s,
+            times.resume_s,
+        )
+        self._on_swap(times)
