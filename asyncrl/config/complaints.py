@@ -96,7 +96,8 @@ def _unknown_key(path: KeyPath) -> str:
     section = section_at(path[:-1])
     known = list(section.model_fields) if section else []
     key = str(path[-1])
-    guess = nearest(key, known) or nearest(key, keys_named(key))
+    elsewhere = [f", did you mean {full!r}?" for full in keys_named(key)]
+    guess = nearest(key, known) or "".join(elsewhere[:1])
     return f"unknown key{guess} (known here: {', '.join(known)})"
 
 

@@ -116,13 +116,15 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 def _bounds(metadata: tuple[Any, ...]) -> str:
     words = []
     for item in metadata:
-        items = item.metadata if isinstance(item, FieldInfo) else [item]
-        for one in items:
-            words += [
-                f"{sign} {getattr(one, name):g}"
-                for kind, name, sign in _BOUNDS
-                if isinstance(one, kind)
-            ]
+        for one in item.metadata if isinstance(item, FieldInfo) else [item]:
+            bounds = [(kind, getattr(one, name, None), sign) for kind, name, sign in _BOUNDS]
+            words += [f"{sign} {_number(v)}" for kind, v, sign in bounds if isinstance(one, kind)]
             if isinstance(one, MinLen):
                 words.append(f"with at least {one.min_length}")
     return " " + ", ".join(words) if words else ""
+
+
+def _number(value: Any) -> str:
+    """`2^63` for what nobody recognises by its digits."""
+    big_power = isinstance(value, int) and value >= 1 << 32 and value.bit_count() == 1
+    return f"2^{value.bit_length() - 1}" if big_power else str(value)

@@ -45,7 +45,7 @@ class Model(Section):
     master weights are float32 whatever this says. float32 is for exactness tests."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     """Attention kernel of the learner. auto: sdpa on GPUs, eager on CPUs, where the backward of
-    sdpa is slow on short rows (docs/performance.md)."""
+    sdpa is slow on short rows."""
 
 
 class ReasoningGym(Section):
@@ -215,7 +215,7 @@ class Advantage(Section):
 
 
 class Loss(Section):
-    """Policy loss: -mask * min(ratio, cap) * advantage per token (docs/losses.md)."""
+    """Policy loss: -mask * min(ratio, cap) * advantage per token."""
 
     mask: Literal["ppo_clip", "dppo_tv"] = "dppo_tv"
     """Trust region. Both are measured from the generator's own logprobs (anchor: behavior), so
