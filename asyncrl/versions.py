@@ -14,6 +14,11 @@ def last_step(version: int, max_staleness: int) -> int:
     return version + max_staleness
 
 
+def oldest_trainable(step: int, max_staleness: int) -> int:
+    """The oldest version whose tokens step `step` may still train: the inverse of `last_step`."""
+    return max(0, step - last_step(0, max_staleness))
+
+
 def staleness(step: int, version: int) -> int:
     """Age, in versions, that tokens of `version` have when step `step` trains them."""
     return step - version

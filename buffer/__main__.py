@@ -1,0 +1,88 @@
+"""`python -P -m buffer CONFIG`: the buffer of one run, started first and ended last.
+
+Exit codes: 0 the run ended well, 1 it failed, 2 a mistake that the user can mend, 143 stopped by
+SIGTERM or SIGINT (the run goes on when the buffer is started again).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import faulthandler
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.config.load import load_resolved
+from asyncrl.journal import Journal
+from asyncrl.tasks.rows import load_rows
+from buffer.run import Run
+from buffer.server import BufferServer
+
+TERMINATED = 143
+"""Exit code after SIGTERM or SIGINT (128 + 15)."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m buffer", description=__doc__)
+    parser.add_argument("config", help="resolved config.yaml in the run directory")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s buffer %(levelname)s %(message)s")
+    faulthandler.register(signal.SIGUSR1)
+    try:
+        config = load_resolved(Path(arguments.config))
+        return asyncio.run(_serve(config, Path(arguments.config).parent))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+async def _serve(config: Config, run_dir: Path) -> int:
+    rows = await asyncio.to_thread(load_rows, config)
+    journal = Journal(run_dir)
+    try:
+        run = Run(config, train=rows.train, val=rows.val, journal=journal, now=time.monotonic())
+        server = BufferServer(run, config.network.buffer, run_id=_run_id(run_dir))
+        stopped = _stop_on_signals(server)
+        _write_whole(run_dir / "buffer_address", server.address)
+        logging.info("listening on %s", server.address)
+        code = await server.serve()
+    finally:
+        journal.close()
+    return TERMINATED if stopped else code
+
+
+def _stop_on_signals(server: BufferServer) -> list[int]:
+    """Returns a list that holds the signal once one has come."""
+    stopped: list[int] = []
+
+    def stop(number: int) -> None:
+        stopped.append(number)
+        server.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    return stopped
+
+
+def _run_id(run_dir: Path) -> str:
+    """The run's name on the network; made up, and kept, where the launcher gave none."""
+    path = run_dir / "run_id"
+    if not path.exists():
+        _write_whole(path, secrets.token_hex(8))
+    return path.read_text().strip()
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

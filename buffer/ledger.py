@@ -1,0 +1,330 @@
+"""What became of every prompt group: one state each, and the counts always add up.
+
+    WAITING -> LEASED -> READY -> ASSIGNED(step) -> TRAINED
+       ^          |        or FILTERED, QUARANTINED, DROPPED, CANCELLED (a fate, with a reason)
+       +----------+  attempt + 1: its generator died, ran late or failed
+
+The ledger keeps the books, policy.py decides. Time is passed in (seconds of a monotonic clock).
+`take_rows` gives what changed, for the journal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from asyncrl.journal import GroupRow, PayloadRef
+from asyncrl.types import GroupId
+from buffer.groups import FATES, OUTSTANDING, Group, State
+from buffer.policy import StalenessPolicy
+
+Judgement = Literal["accepted", "duplicate", "superseded", "stale", "unknown"]
+
+LOST_LEASE_S = 10.0
+"""A lease that its living generator does not report for this long never arrived there."""
+
+
+class Ledger:
+    """All groups that were admitted."""
+
+    def __init__(
+        self,
+        policy: StalenessPolicy,
+        *,
+        group_id: Callable[[int], GroupId],
+        max_attempts: int,
+        lease_timeout_s: float,
+    ) -> None:
+        """`group_id(number)` names the number-th prompt of the run."""
+        self.policy = policy
+        self.counts: Counter[State] = Counter()
+        """Groups by state; they add up to what was admitted."""
+        self._group_id = group_id
+        self._max_attempts = max_attempts
+        self._lease_timeout_s = lease_timeout_s
+        self._groups: dict[GroupId, Group] = {}
+        self._by_number: dict[int, Group] = {}
+        self._steps: dict[int, list[Group]] = {}
+        self._in_state: dict[State, set[int]] = {State.WAITING: set(), State.LEASED: set()}
+        self._changed: set[int] = set()
+
+    def restore(self, rows: Sequence[GroupRow], *, committed: int, steps: int, now: float) -> None:
+        """Takes over the books of a buffer that has ended; `steps` batches were assigned.
+
+        Leases go on with a full fresh deadline, in the name of the generator that held them.
+        """
+        groups = [Group.from_row(row) for row in rows]
+        for group in groups:
+            self._groups[group.id] = self._by_number[group.number] = group
+            self.counts[group.state] += 1
+            if group.step is not None:
+                self._steps.setdefault(group.step, []).append(group)
+            if group.state in self._in_state:
+                self._in_state[group.state].add(group.number)
+        last = self._steps.get(steps - 1, [])
+        self.policy.restore(
+            admitted=len(groups),
+            committed=committed,
+            next_step=steps,
+            closed=bool(last) and len(last) < self.policy.groups_per_step,
+            queue=[group.number for group in groups if group.state in OUTSTANDING],
+        )
+        for group in groups:
+            if group.state in (State.LEASED, State.READY):
+                self._resume(group, now)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether `take_rows` has any."""
+        return bool(self._changed)
+
+    @property
+    def num_ready(self) -> int:
+        """Finished groups that wait for their batch."""
+        return self.counts[State.READY]
+
+    def group(self, id: GroupId) -> Group | None:
+        return self._groups.get(id)
+
+    def leased(self) -> list[Group]:
+        """Groups in flight, in order of admission."""
+        return [self._by_number[number] for number in sorted(self._in_state[State.LEASED])]
+
+    def waiting(self) -> list[Group]:
+        """Groups to be leased again, in order of admission."""
+        return [self._by_number[number] for number in sorted(self._in_state[State.WAITING])]
+
+    def next_min_version(self) -> int | None:
+        """The version a generator must serve to get the next lease; None when there is none."""
+        if waiting := self._in_state[State.WAITING]:
+            return self.policy.min_version(min(waiting))
+        return self.policy.next_min_version() if self.policy.can_admit() else None
+
+    def lease(self, member: str, *, serving_version: int, now: float) -> Group | None:
+        """Gives `member` the first group that `serving_version` may generate, if there is one."""
+        needed = self.next_min_version()
+        if needed is None or needed > serving_version:
+            return None
+        waiting = self._in_state[State.WAITING]
+        group = self._by_number[min(waiting)] if waiting else self._admit()
+        group.version = self.policy.lease(group.number)
+        group.member, group.granted_at = member, now
+        group.started_at = group.missing_since = None
+        self._move(group, State.LEASED)
+        return group
+
+    def started(self, id: GroupId, attempt: int, version: int, *, now: float) -> bool:
+        """Starts the lease's clock. False: not a current lease, or a version it may not use."""
+        group = self._groups.get(id)
+        if group is None or group.state != State.LEASED or group.attempt != attempt:
+            return False
+        if group.started_at is not None or not self.policy.accepts(group.number, version):
+            return False
+        self.policy.started(group.number, version)
+        group.started_at, group.version = now, version
+        self._changed.add(group.number)
+        return True
+
+    def judge(self, id: GroupId, attempt: int, oldest_version: int | None) -> Judgement:
+        """What a submitted group is worth; changes nothing. `oldest_version` is None for a group
+        without tokens, which is as old as its lease."""
+        group = self._groups.get(id)
+        if group is None or attempt > group.attempt:
+            return "unknown"
+        if group.state not in (State.WAITING, State.LEASED):
+            return "duplicate" if group.accepted_attempt == attempt else "superseded"
+        oldest = self._oldest(group, oldest_version)
+        return "accepted" if self.policy.accepts(group.number, oldest) else "stale"
+
+    def accept(
+        self,
+        id: GroupId,
+        attempt: int,
+        *,
+        member: str,
+        oldest_version: int | None,
+        token_versions: dict[int, int],
+        payload: PayloadRef,
+        filtered_because: str | None,
+    ) -> None:
+        """Takes a group that was judged `accepted`: READY, or FILTERED with the reason."""
+        group = self._groups[id]
+        group.version = self._oldest(group, oldest_version)
+        group.member = member
+        group.token_versions = dict(token_versions)
+        group.accepted_attempt, group.payload = attempt, payload
+        if filtered_because is not None:
+            self._settle(group, State.FILTERED, filtered_because)
+            return
+        self.policy.finish(group.number, group.version)
+        self._move(group, State.READY)
+
+    def fail(self, id: GroupId, attempt: int, *, content: bool, reason: str) -> Judgement:
+        """A generator gives a lease back. Failures caused by content count to quarantine."""
+        group = self._groups.get(id)
+        if group is None or attempt > group.attempt:
+            return "unknown"
+        if group.state != State.LEASED or group.attempt != attempt:
+            return "superseded"
+        group.seed_k += content
+        self._strike(group, reason) if content else self._reissue(group, reason)
+        return "accepted"
+
+    def release_member(self, member: str, *, reason: str) -> int:
+        """Passes all leases of a dead generator on; returns how many."""
+        held = [group for group in self.leased() if group.member == member]
+        for group in held:
+            self._reissue(group, reason)
+        return len(held)
+
+    def reconcile(self, member: str, held: Iterable[tuple[GroupId, int]], *, now: float) -> None:
+        """Compares with what the generator says that it holds: a lease whose message was lost on
+        the way is leased again after LOST_LEASE_S."""
+        reported = set(held)
+        for group in self.leased():
+            if group.member != member:
+                continue
+            if (group.id, group.attempt) in reported:
+                group.missing_since = None
+            elif group.missing_since is None:
+                group.missing_since = now
+            elif now - group.missing_since > LOST_LEASE_S:
+                self._reissue(group, f"{member} did not have it")
+
+    def expire(self, *, now: float) -> int:
+        """Passes on the leases that ran past their deadline; returns how many."""
+        late = 0
+        for group in self.leased():
+            since = group.granted_at if group.started_at is None else group.started_at
+            if now - since <= self._lease_timeout_s:
+                continue
+            late += 1
+            reason = f"{group.member} ran past {self._lease_timeout_s:g} s"
+            if group.started_at is None:
+                self._reissue(group, reason)
+            else:
+                self._strike(group, reason)
+        return late
+
+    def assign(self) -> tuple[int, list[Group]]:
+        """Closes the next batch (policy.can_assign): its step and its groups in order."""
+        step = self.policy.next_step
+        groups = [self._by_number[number] for number in self.policy.assign()]
+        for group in groups:
+            group.step = step
+            self._move(group, State.ASSIGNED)
+        self._steps[step] = groups
+        return step, groups
+
+    def batch(self, step: int) -> list[Group]:
+        """The groups of an assigned step, in order of admission."""
+        return self._steps[step]
+
+    def commit(self, version: int) -> list[Group]:
+        """Step version - 1 is trained: returns its groups."""
+        self.policy.commit(version)
+        groups = self._steps[version - 1]
+        for group in groups:
+            self._move(group, State.TRAINED)
+        return groups
+
+    def rewind(self, version: int) -> None:
+        """The learner is at `version` (back, or ahead of the last commit that arrived): earlier
+        steps are trained, later ones are assigned."""
+        self.policy.commit(version)
+        for step, groups in self._steps.items():
+            state = State.TRAINED if step < version else State.ASSIGNED
+            for group in groups:
+                if group.state != state:
+                    self._move(group, state)
+
+    def drop_leftovers(self) -> int:
+        """Gives a fate to groups at the end of the data that no batch will take."""
+        leftovers = self.policy.leftovers()
+        for number in leftovers:
+            self._settle(self._by_number[number], State.DROPPED, "too few for a last batch")
+        return len(leftovers)
+
+    def cancel_outstanding(self, reason: str) -> int:
+        """The run ends: whatever is outstanding is cancelled."""
+        outstanding = self.policy.outstanding
+        for number in outstanding:
+            self._settle(self._by_number[number], State.CANCELLED, reason)
+        return len(outstanding)
+
+    def forget(self, *, before_step: int) -> None:
+        """Drops from memory what can never be asked for again; the journal keeps it.
+
+        These are the groups trained before `before_step`, and the fates admitted before them.
+        """
+        steps = [step for step in self._steps if step < before_step]
+        last = max((g.number for step in steps for g in self._steps.pop(step)), default=-1)
+        for number in [n for n in self._by_number if n <= last]:
+            group = self._by_number[number]
+            if group.state in FATES or (group.step is not None and group.step < before_step):
+                del self._by_number[number], self._groups[group.id]
+
+    def take_rows(self) -> tuple[GroupRow, ...]:
+        """Rows of the groups that changed since the last call."""
+        rows = tuple(self._by_number[number].row() for number in sorted(self._changed))
+        self._changed.clear()
+        return rows
+
+    def _admit(self) -> Group:
+        number = self.policy.admit()
+        group = Group(number, self._group_id(number))
+        self._groups[group.id] = self._by_number[number] = group
+        self.counts[State.WAITING] += 1
+        self._in_state[State.WAITING].add(number)
+        self._changed.add(number)
+        return group
+
+    def _resume(self, group: Group, now: float) -> None:
+        assert group.version is not None
+        finished = group.state == State.READY
+        if not self.policy.resume(group.number, group.version, finished=finished):
+            self._reissue(group, f"version {group.version} is too old for this max_staleness")
+        elif not finished:
+            group.granted_at, group.started_at = now, now
+
+    def _oldest(self, group: Group, oldest_version: int | None) -> int:
+        if oldest_version is not None:
+            return oldest_version
+        if group.state == State.LEASED and group.version is not None:
+            return group.version
+        return self.policy.min_version(group.number)
+
+    def _strike(self, group: Group, reason: str) -> None:
+        group.strikes += 1
+        if group.strikes >= self._max_attempts:
+            self._settle(group, State.QUARANTINED, reason)
+        else:
+            self._reissue(group, reason)
+
+    def _reissue(self, group: Group, reason: str) -> None:
+        self.policy.release(group.number)
+        group.attempt += 1
+        group.version = group.payload = group.accepted_attempt = None
+        group.member, group.reason = "", reason
+        group.token_versions = {}
+        self._move(group, State.WAITING)
+
+    def _settle(self, group: Group, state: State, reason: str) -> None:
+        self.policy.remove(group.number)
+        group.reason = reason
+        self._move(group, state)
+
+    def _move(self, group: Group, state: State) -> None:
+        self.counts[group.state] -= 1
+        self.counts[state] += 1
+        if group.state in self._in_state:
+            self._in_state[group.state].discard(group.number)
+        if state in self._in_state:
+            self._in_state[state].add(group.number)
+        group.state = state
+        self._changed.add(group.number)
+        if self.counts.total() != self.policy.admitted:
+            raise RuntimeError(
+                f"groups by state {dict(self.counts)} do not add up to {self.policy.admitted}"
+            )

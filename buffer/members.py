@@ -1,0 +1,125 @@
+"""Who is there: the processes that have said hello, and the signs of life of each.
+
+A member is one life of a process. It may have several connections (heartbeats come over one of
+their own), and a connection that breaks comes back under another identity, so the identities of
+sockets lead to members and not the other way round. Time is passed in, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from asyncrl.messages import Heartbeat, Hello
+from asyncrl.types import WeightId
+
+MISSED_HEARTBEATS = 3
+"""A generator that is silent for this many heartbeats is dead."""
+
+NO_WEIGHTS = WeightId(0, 0)
+"""What everybody has from the start: version 0."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One process that has said hello."""
+
+    name: str
+    role: str
+    host: str
+    pid: int
+    last_seen: float
+    alive: bool = True
+    state: str = "starting"
+    serving: WeightId = NO_WEIGHTS
+    num_running: int = 0
+    num_tokens: int = 0
+    paused_s: float = 0.0
+    heard_end: bool = False
+    """It was told that the run has ended."""
+    counted: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=12))
+    """Recent (time, tokens so far)."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed over the last heartbeats; 0 until there are two."""
+        if len(self.counted) < 2 or not self.alive:
+            return 0.0
+        (start, before), (end, after) = self.counted[0], self.counted[-1]
+        return (after - before) / (end - start) if end > start else 0.0
+
+
+class Members:
+    """All members, by connection and by name."""
+
+    def __init__(self, *, heartbeat_s: float) -> None:
+        self.heartbeat_s = heartbeat_s
+        self.silence_s = MISSED_HEARTBEATS * heartbeat_s
+        self.by_name: dict[str, Member] = {}
+        self._by_peer: dict[bytes, Member] = {}
+
+    def hello(self, peer: bytes, hello: Hello, *, now: float) -> Member:
+        """Adds the connection `peer` to the member that it names."""
+        member = self.by_name.get(hello.member)
+        if member is None or member.pid == 0:
+            member = Member(hello.member, hello.role, hello.host, hello.pid, now)
+            self.by_name[hello.member] = member
+        self._by_peer[peer] = member
+        self._seen(member, now)
+        return member
+
+    def expect(self, name: str, *, now: float) -> None:
+        """A generator that held leases before the buffer restarted: it may come back."""
+        self.by_name.setdefault(name, Member(name, "generator", "", 0, now))
+
+    def of(self, peer: bytes, *, now: float) -> Member | None:
+        """Whose connection it is; None before hello. Anything it sends is a sign of life."""
+        member = self._by_peer.get(peer)
+        if member is not None:
+            self._seen(member, now)
+        return member
+
+    def heartbeat(self, member: Member, beat: Heartbeat, *, now: float) -> None:
+        member.state, member.serving = beat.state, WeightId(*beat.serving)
+        member.num_running, member.paused_s = beat.num_running, beat.paused_s
+        member.num_tokens = beat.num_tokens
+        member.counted.append((now, beat.num_tokens))
+
+    def newly_dead(self, *, now: float) -> list[Member]:
+        """Generators that have been silent for too long since the last call."""
+        dead = [
+            member
+            for member in self.generators()
+            if member.alive and now - member.last_seen > self.silence_s
+        ]
+        for member in dead:
+            member.alive, member.state = False, "dead"
+            self._by_peer = {p: m for p, m in self._by_peer.items() if m is not member}
+        return dead
+
+    def excuse(self, *, now: float) -> None:
+        """This process itself stood still: nobody is dead for not having been heard."""
+        for member in self.by_name.values():
+            if member.alive:
+                member.last_seen = now
+
+    def generators(self) -> list[Member]:
+        return [member for member in self.by_name.values() if member.role == "generator"]
+
+    def named(self, name: str) -> list[Member]:
+        """The member of this name, if it is known."""
+        return [self.by_name[name]] if name in self.by_name else []
+
+    def alive(self) -> list[Member]:
+        """Generators that are there."""
+        return [member for member in self.generators() if member.alive]
+
+    def tokens_per_s(self) -> float:
+        """Speed of all generators together."""
+        return sum(member.tokens_per_s for member in self.generators())
+
+    @staticmethod
+    def _seen(member: Member, now: float) -> None:
+        member.last_seen = now
+        if not member.alive:
+            member.alive, member.state = True, "back"
