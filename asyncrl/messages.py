@@ -30,8 +30,8 @@ PROTOCOL = 1
 """Raised by any change to a message. Peers of another protocol are refused at Hello."""
 
 Kind = Literal["train", "eval"]
-Pair = Annotated[list[int], Field(min_length=2, max_length=2)]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
 
 
 class Message(BaseModel):

@@ -8,16 +8,15 @@ after the other. The buffer stores and forwards such a frame as it came.
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgpack
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from asyncrl.messages import PROTOCOL, AnyMessage, Message
+from asyncrl.messages import PROTOCOL, AnyMessage, Count, Message, Pair
 from asyncrl.types import FinishReason, GroupId, Rollout, RolloutGroup
 
 MAX_HEADER_BYTES = 16 << 20
@@ -47,6 +46,23 @@ class Packet:
     id: int
     message: Any
     frames: tuple[bytes, ...] = ()
+
+
+class _GroupHeader(BaseModel):
+    """Everything about a group but its arrays."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    group: Pair
+    attempt: Count
+    source: str
+    temperature: Annotated[float, Field(ge=0)]
+    inc: Count
+    prompt: Count
+    lengths: list[Count]
+    finish: list[Annotated[int, Field(ge=0, lt=len(_FINISH_REASONS))]]
+    rewards: list[float | None]
+    parts: list[dict[str, float]]
 
 
 def encode(message: Message, *, id: int = 0, frames: tuple[bytes, ...] = ()) -> list[bytes]:
@@ -106,56 +122,47 @@ def decode_group(frame: bytes) -> RolloutGroup:
     Raises WireError when the header, a length or a value does not fit.
     """
     try:
-        return _decode_group(frame)
-    except WireError:
-        raise
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError, struct.error) as error:
-        raise WireError(f"not a group: {type(error).__name__}: {error}") from None
-
-
-def _decode_group(frame: bytes) -> RolloutGroup:
-    (header_length,) = struct.unpack_from("<I", frame)
-    header = _unpack(frame[4 : 4 + header_length], MAX_HEADER_BYTES)
-    lengths = [_count(length) for length in header["lengths"]]
-    prompt_length = _count(header["prompt"])
-    num_rollouts = len(lengths)
+        (header_length,) = struct.unpack_from("<I", frame)
+        header = _GroupHeader.model_validate(
+            _unpack(frame[4 : 4 + header_length], MAX_HEADER_BYTES)
+        )
+    except (ValidationError, RecursionError, struct.error) as error:
+        raise WireError(f"not a group: {str(error)[:500]}") from None
+    lengths, num_rollouts = header.lengths, len(header.lengths)
     per_token = sum(np.dtype(dtype).itemsize for _, dtype in _ARRAYS)
-    expected = 4 + header_length + 4 * prompt_length + per_token * sum(lengths)
+    expected = 4 + header_length + 4 * header.prompt + per_token * sum(lengths)
     if len(frame) != expected:
         raise WireError(f"a group of {expected} bytes came in a frame of {len(frame)}")
-    columns = [header["finish"], header["rewards"], header["parts"]]
+    columns: list[list[Any]] = [header.finish, header.rewards, header.parts]
     if any(len(column) != num_rollouts for column in columns):
         raise WireError(f"columns of {[len(c) for c in columns]} for {num_rollouts} rollouts")
 
     body = memoryview(frame)[4 + header_length :]
-    prompt_ids = np.frombuffer(body[: 4 * prompt_length], "<i4")
-    offset, arrays = 4 * prompt_length, {}
+    offset, arrays = 4 * header.prompt, {}
     for name, dtype in _ARRAYS:
         size = np.dtype(dtype).itemsize * sum(lengths)
         flat = np.frombuffer(body[offset : offset + size], dtype)
         arrays[name] = np.split(flat, np.cumsum(lengths)[:-1]) if lengths else []
         offset += size
-    rollouts = tuple(
-        Rollout(
-            token_ids=arrays["token_ids"][i],
-            logprobs=arrays["logprobs"][i],
-            versions=arrays["versions"][i],
-            loss_mask=arrays["loss_mask"][i],
-            finish_reason=_FINISH_REASONS[_count(header["finish"][i])],
-            reward=_reward(header["rewards"][i]),
-            reward_parts={str(k): float(v) for k, v in header["parts"][i].items()},
-        )
-        for i in range(num_rollouts)
-    )
-    epoch, position = header["group"]
     return RolloutGroup(
-        id=GroupId(_count(epoch), _count(position)),
-        attempt=_count(header["attempt"]),
-        source=str(header["source"]),
-        prompt_ids=prompt_ids,
-        temperature=float(header["temperature"]),
-        inc=_count(header["inc"]),
-        rollouts=rollouts,
+        id=GroupId(*header.group),
+        attempt=header.attempt,
+        source=header.source,
+        prompt_ids=np.frombuffer(body[: 4 * header.prompt], "<i4"),
+        temperature=header.temperature,
+        inc=header.inc,
+        rollouts=tuple(
+            Rollout(
+                token_ids=arrays["token_ids"][i],
+                logprobs=arrays["logprobs"][i],
+                versions=arrays["versions"][i],
+                loss_mask=arrays["loss_mask"][i],
+                finish_reason=_FINISH_REASONS[header.finish[i]],
+                reward=header.rewards[i],
+                reward_parts=header.parts[i],
+            )
+            for i in range(num_rollouts)
+        ),
     )
 
 
@@ -166,18 +173,3 @@ def _unpack(data: bytes, limit: int) -> Any:
         return msgpack.unpackb(data, strict_map_key=True)
     except Exception as error:  # msgpack's own errors share no base with its ValueErrors
         raise WireError(f"not msgpack: {type(error).__name__}: {error}") from None
-
-
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise WireError(f"{value!r} is not a count")
-    return value
-
-
-def _reward(value: Any) -> float | None:
-    if value is None:
-        return None
-    reward = float(value)
-    if not math.isfinite(reward):
-        raise WireError(f"a reward of {reward} is not a number")
-    return reward
