@@ -97,12 +97,16 @@ async def _serve(config: Config, address: str, hello: Hello, rewards: RewardWork
     welcome = await client.connect(deadline_s=UNREACHABLE_S)
     worker = Worker(config, engine=engine, tokens=tokens, rewards=rewards)
     loop = asyncio.get_running_loop()
+
+    def on_done() -> None:
+        loop.call_soon_threadsafe(worker.finish)
+
     heartbeat = HeartbeatThread(
         address,
         hello=hello,
         interval_s=welcome.heartbeat_s,
         look=worker.look,
-        on_done=lambda: loop.call_soon_threadsafe(worker.finish),
+        on_done=on_done,
     )
     heartbeat.start()
     try:

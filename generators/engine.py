@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncrl.types import Completion, Sampling, WeightId
+from asyncrl.types import Completion, Int32Array, Sampling, WeightId
 
 
 class RequestError(Exception):
@@ -23,7 +22,10 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SwapTimes:
-    """Seconds that the parts of one swap took; their sum is how long decoding stood still."""
+    """Seconds that the parts of one swap took.
+
+    The pause waits for the step under way; from then to the resumption nothing is decoded.
+    """
 
     pause_s: float
     load_s: float
@@ -45,7 +47,7 @@ class Engine(Protocol):
         """Loads the model. Raises ValueError for what the user can mend."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, request_id: str
+        self, prompt_ids: Int32Array, sampling: Sampling, *, seed: int, request_id: str
     ) -> Completion:
         """Samples one response; `request_id` is unique in the life of the engine.
 

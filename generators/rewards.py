@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import inspect
 import logging
-import math
 import multiprocessing
-import numbers
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +19,7 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
 
 from asyncrl.config.schema import Reward
+from asyncrl.tasks.rewards import call_reward, resolve
 from asyncrl.types import Row
 
 log = logging.getLogger(__name__)
@@ -70,9 +68,7 @@ class RewardWorkers:
         says. The limit counts from when a worker takes the call up, not from this call.
         """
         call = self._pool.schedule(
-            _call,
-            args=[self._config.path, row["source"], text, row["answer"], row.get("extra") or {}],
-            timeout=self._config.timeout_s,
+            _call, args=[self._config.path, row, text], timeout=self._config.timeout_s
         )
         try:
             reward, parts = await asyncio.wrap_future(call)
@@ -115,50 +111,16 @@ def _prepare_worker(path: str) -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    from asyncrl.tasks.rewards import resolve
-
     with contextlib.suppress(ValueError):  # told by _check_function, which start() waits for
         _functions[path] = resolve(path)
 
 
 def _check_function(path: str) -> None:
-    from asyncrl.tasks.rewards import resolve
-
     resolve(path)
 
 
-def _call(
-    path: str, source: str, text: str, answer: Any, extra: Mapping[str, Any]
-) -> tuple[float, dict[str, float]]:
+def _call(path: str, row: Row, text: str) -> tuple[float, dict[str, float]]:
     try:
-        result = _functions[path](
-            data_source=source, solution_str=text, ground_truth=answer, extra_info=extra
-        )
-        if inspect.isawaitable(result):
-            result = asyncio.run(_await(result))
-        return _parse(result)
+        return call_reward(_functions[path], row, text)
     except Exception:
         raise _RewardError(traceback.format_exc()) from None
-
-
-async def _await(result: Any) -> Any:
-    return await result
-
-
-def _parse(result: Any) -> tuple[float, dict[str, float]]:
-    """(reward, named extras) of what a reward function returned; ValueError for anything else."""
-    extras = result if isinstance(result, Mapping) else {}
-    value = result["score"] if isinstance(result, Mapping) else result
-    reward = _number(value)
-    if reward is None or not math.isfinite(reward):
-        raise ValueError(f"returned {value!r}: expected a finite number, or a dict with `score`")
-    parts = {str(k): _number(v) for k, v in extras.items() if k != "score"}
-    return reward, {k: v for k, v in parts.items() if v is not None and math.isfinite(v)}
-
-
-def _number(value: Any) -> float | None:
-    if hasattr(value, "item") and getattr(value, "size", None) == 1:
-        value = value.item()
-    if isinstance(value, numbers.Real):
-        return float(value)
-    return None

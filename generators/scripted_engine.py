@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
 
 import numpy as np
 
 from asyncrl.config.schema import ScriptedOptions
-from asyncrl.types import Completion, Sampling, WeightId
+from asyncrl.types import Completion, Int32Array, Sampling, WeightId
 from generators.engine import RequestError, SwapTimes
 
 
@@ -56,7 +55,7 @@ class ScriptedEngine:
         """Nothing to load."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, request_id: str
+        self, prompt_ids: Int32Array, sampling: Sampling, *, seed: int, request_id: str
     ) -> Completion:
         if len(prompt_ids) == 0:
             raise RequestError(f"request {request_id} has an empty prompt")

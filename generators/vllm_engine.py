@@ -12,17 +12,17 @@ This file and vllm_extension.py are all that knows vLLM. Two facts shape them:
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from asyncrl.config.schema import Config
-from asyncrl.types import Completion, FinishReason, Sampling, WeightId
+from asyncrl.types import Completion, FinishReason, Int32Array, Sampling, WeightId
 from generators.engine import EngineError, RequestError, StagingError, SwapTimes
 
 SUPPORTED_VLLM = ((0, 32), (0, 33))
@@ -55,13 +55,13 @@ class VllmEngine:
         await self._llm.update_weight_version(str(self._serving))
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, request_id: str
+        self, prompt_ids: Int32Array, sampling: Sampling, *, seed: int, request_id: str
     ) -> Completion:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
         await self._open.wait()
-        prompt = tokens_input(list(map(int, prompt_ids)), cache_salt=str(self._serving))
+        prompt = tokens_input(prompt_ids.tolist(), cache_salt=str(self._serving))
         try:
             async for output in self._llm.generate(
                 prompt, _sampling_params(sampling, seed), request_id
@@ -110,9 +110,11 @@ class VllmEngine:
         return SwapTimes(paused - started, loaded - paused, time.monotonic() - loaded)
 
     async def close(self) -> None:
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
+        if self._llm is None:
+            return
+        await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_S)
+        self._llm = None
+        gc.collect()  # its __del__ fails when it runs as late as the interpreter's own end
 
     async def _rpc(self, method: str, *arguments: str) -> list[str]:
         """Calls `method` of vllm_extension.StagedWeights in every worker."""
@@ -140,9 +142,7 @@ def _check_version() -> None:
 def _set_environment(config: Config) -> None:
     """vLLM takes some options only from the environment, which its children inherit."""
     if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") not in ("", "0"):
-        raise ValueError(
-            "VLLM_ALLOW_INSECURE_SERIALIZATION is set: unset it, nothing here needs it"
-        )
+        raise ValueError("unset VLLM_ALLOW_INSECURE_SERIALIZATION: nothing here needs it")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.generator.vllm.cpu_kv_cache_gib)
@@ -171,6 +171,7 @@ def _make_llm(config: Config) -> Any:
         worker_extension_cls="generators.vllm_extension.StagedWeights",
         skip_tokenizer_init=not config.sampling.stop,
         disable_log_stats=True,
+        use_tqdm_on_load=False,
     )
     return AsyncLLM.from_engine_args(arguments)
 
