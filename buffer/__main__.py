@@ -47,7 +47,7 @@ async def _serve(config: Config, run_dir: Path) -> int:
     journal = Journal(run_dir)
     try:
         run = Run(config, train=rows.train, val=rows.val, journal=journal, now=time.monotonic())
-        server = BufferServer(run, config.network.buffer, run_id=_run_id(run_dir))
+        server = _listen(run, config.network.buffer, run_dir)
         stopped = _stop_on_signals(server)
         _write_whole(run_dir / "buffer_address", server.address)
         logging.info("listening on %s", server.address)
@@ -55,6 +55,14 @@ async def _serve(config: Config, run_dir: Path) -> int:
     finally:
         journal.close()
     return TERMINATED if stopped else code
+
+
+def _listen(run: Run, address: str, run_dir: Path) -> BufferServer:
+    """A restarted buffer comes back where the others look for it, also after a port of 0."""
+    before = run_dir / "buffer_address"
+    if before.exists():
+        address = before.read_text().strip()
+    return BufferServer(run, address, run_id=_run_id(run_dir))
 
 
 def _stop_on_signals(server: BufferServer) -> list[int]:

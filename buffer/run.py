@@ -113,7 +113,7 @@ class Run:
 
     def started(self, message: Started, *, now: float) -> None:
         id = GroupId(*message.group)
-        if message.kind == "train":
+        if message.kind == "train" and message.version <= self.training.newest_version:
             self.ledger.started(id, message.attempt, message.version, now=now)
 
     def submit(
@@ -149,7 +149,7 @@ class Run:
 
     def heartbeat(self, member: Member, beat: Heartbeat, *, now: float) -> None:
         self.members.heartbeat(member, beat, now=now)
-        held = [(GroupId(epoch, position), attempt) for epoch, position, attempt in beat.held]
+        held = [(GroupId(*lease[:2]), lease[2]) for lease in beat.held if len(lease) == 3]
         self.ledger.reconcile(member.name, held, now=now)
 
     def commit(self, message: Commit, *, now: float) -> Refused | None:

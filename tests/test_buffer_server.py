@@ -1,0 +1,481 @@
+"""The buffer over real sockets, with scripted generators and learners."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted_peers import Generator, Learner, Peer, make_config, make_group, rows
+
+from asyncrl.config import Config
+from asyncrl.journal import Journal, fates
+from asyncrl.messages import (
+    Checkpointed,
+    Commit,
+    End,
+    Failed,
+    Fetch,
+    LeaseRequest,
+    Published,
+    Register,
+    Waiting,
+)
+from asyncrl.transport import RefusedError
+from asyncrl.types import GroupId, RolloutGroup
+from asyncrl.wire import encode_group
+from buffer.run import Run
+from buffer.server import BufferServer
+
+DEADLINE_S = 30.0
+
+
+@dataclass
+class Serving:
+    """A buffer that serves on this event loop."""
+
+    run: Run
+    server: BufferServer
+    task: asyncio.Task[int]
+    peers: list[Peer]
+
+    def generator(self, name: str = "generator-0", **options: Any) -> Generator:
+        return self._joined(Generator(self.server.address, name, **options))
+
+    def learner(self, name: str = "learner-0") -> Learner:
+        return self._joined(Learner(self.server.address, name))
+
+    def monitor(self) -> Peer:
+        return self._joined(Peer(self.server.address, "monitor", "monitor-0"))
+
+    def _joined(self, peer: Any) -> Any:
+        self.peers.append(peer)
+        return peer
+
+
+@asynccontextmanager
+async def serving(
+    run_dir: Path,
+    config: Config,
+    *,
+    train: int = 12,
+    val: int = 0,
+    max_wait_s: float = 0.3,
+    segment_bytes: int = 1 << 20,
+) -> AsyncIterator[Serving]:
+    journal = Journal(run_dir, segment_bytes=segment_bytes)
+    run = Run(config, train=rows(train), val=rows(val), journal=journal, now=time.monotonic())
+    server = BufferServer(run, "tcp://127.0.0.1:0", run_id="run-1", max_wait_s=max_wait_s)
+    task = asyncio.create_task(server.serve())
+    here = Serving(run, server, task, [])
+    try:
+        yield here
+    finally:
+        server.stop()
+        await asyncio.gather(task, return_exceptions=True)
+        for peer in here.peers:
+            await peer.close()
+        journal.close()
+
+
+def play(scenario: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario, DEADLINE_S)
+
+    asyncio.run(bounded())
+
+
+async def run_to_end(here: Serving, *, generators: int = 2) -> tuple[Learner, End]:
+    learner = here.learner()
+    await learner.register()
+    workers = [
+        asyncio.create_task(here.generator(f"generator-{i}").work()) for i in range(generators)
+    ]
+    end = await learner.train()
+    await asyncio.gather(*workers)
+    assert end is not None
+    return learner, end
+
+
+@pytest.mark.parametrize("max_steps", [1, 2, 3])
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_run_ends_after_max_steps_within_its_bound(
+    tmp_path: Path, max_steps: int, max_staleness: int
+) -> None:
+    async def scenario() -> None:
+        config = make_config(max_steps=max_steps, max_staleness=max_staleness)
+        async with serving(tmp_path, config, train=40) as here:
+            learner, end = await run_to_end(here)
+            assert not end.failed
+            assert sorted(learner.batches) == list(range(max_steps))
+            assert learner.max_staleness() <= max_staleness
+            assert await here.task == 0
+        assert fates(tmp_path) == {"trained": 4 * max_steps, "not_issued": 40 - 4 * max_steps}
+
+    play(scenario())
+
+
+@pytest.mark.parametrize(
+    ("last_batch", "sizes", "expected"),
+    [
+        ("train", [4, 4, 2], {"trained": 10}),
+        ("drop", [4, 4], {"trained": 8, "dropped": 2}),
+        ("wrap", [4, 4, 4], {"trained": 12}),
+    ],
+)
+def test_end_of_the_data_closes_the_last_batch_as_told(
+    tmp_path: Path, last_batch: str, sizes: list[int], expected: dict[str, int]
+) -> None:
+    async def scenario() -> None:
+        config = make_config(max_steps=100, max_staleness=2, data__last_batch=last_batch)
+        async with serving(tmp_path, config, train=10) as here:
+            learner, end = await run_to_end(here)
+            assert [len(frames) for _, frames in learner.batches.values()] == sizes
+            assert "data exhausted" in end.reason and not end.failed
+            assert await here.task == 0
+        assert fates(tmp_path) == expected
+
+    play(scenario())
+
+
+def test_synchronous_batches_hold_the_prompts_in_order_and_only_fresh_tokens(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config(max_steps=3)) as here:
+            learner, _ = await run_to_end(here)
+            assert learner.trained_ids() == [GroupId(0, i) for i in range(12)]
+            for step in range(3):
+                versions = {int(r.versions[0]) for g in learner.groups(step) for r in g.rollouts}
+                assert versions == {step}
+
+    play(scenario())
+
+
+def test_groups_without_spread_are_filtered_and_replaced(tmp_path: Path) -> None:
+    def reward_of(id: GroupId, sample: int) -> float:
+        return 1.0 if id.position % 3 == 0 else float(sample)
+
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config(max_steps=2, max_staleness=1)) as here:
+            learner = here.learner()
+            await learner.register()
+            generator = here.generator(reward_of=reward_of)
+            worker = asyncio.create_task(generator.work(slots=1))
+            await learner.train()
+            await worker
+            expected = [i for i in range(12) if i % 3][:8]
+            assert [id.position for id in learner.trained_ids()] == expected
+            record = learner.records[0].values
+            assert record["num_filtered"] >= 2 and 0.5 < record["reward_mean"] < 1
+        assert fates(tmp_path) == {"trained": 8, "filtered": 4}
+
+    play(scenario())
+
+
+def test_a_run_without_usable_groups_stops_and_shows_the_solve_rates(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = make_config(buffer__max_filtered_in_a_row=5)
+        async with serving(tmp_path, config, train=40) as here:
+            learner = here.learner()
+            await learner.register()
+            worker = asyncio.create_task(here.generator(reward_of=lambda id, sample: 0.0).work())
+            end = await learner.train()
+            await worker
+            assert end is not None and end.failed
+            assert "5 groups in a row" in end.reason and "0.0: 5" in end.reason
+            assert await here.task == 1
+        found = fates(tmp_path)
+        assert found["filtered"] == 5 and sum(found.values()) == 40
+
+    play(scenario())
+
+
+def test_a_wait_says_in_numbers_what_is_missing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            learner, generator = here.learner(), here.generator()
+            await learner.register()
+            first: Waiting = await learner.ask(Fetch(inc=1, step=0))
+            assert first.reason == (
+                "step 0: need 4 groups, have 0, 0 in flight; no generator is connected"
+            )
+            leases = await generator.lease(3)
+            await generator.start(leases[0])
+            await generator.submit(leases[1])
+            second: Waiting = await learner.ask(Fetch(inc=1, step=0))
+            assert "need 4 groups, have 1, 2 in flight, oldest 0 s" in second.reason
+            assert "group 0/0 at generator-0" in second.reason
+            status = await here.monitor().status()
+            assert status["waiting_for"] == second.reason
+            assert status["counts"] == {"leased": 2, "ready": 1}
+            assert sum(status["counts"].values()) == status["admitted"]
+
+    play(scenario())
+
+
+def test_dead_generators_leases_go_to_another(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config(max_steps=1), max_wait_s=5) as here:
+            dead, other = here.generator("generator-0"), here.generator("generator-1")
+            lost = await dead.lease(4)
+            assert len(lost) == 4
+            began = time.monotonic()
+            asking = asyncio.create_task(other.lease(4))
+            while not asking.done():
+                await other.beat()
+                await asyncio.sleep(0.1)
+            again = asking.result()
+            assert [lease.group for lease in again] == [lease.group for lease in lost]
+            assert [lease.attempt for lease in again] == [1] * 4
+            assert [lease.seed_k for lease in again] == [0] * 4
+            assert 0.9 <= time.monotonic() - began < 3
+            assert (await other.submit(again[0])).verdict == "accepted"
+            assert (await dead.submit(lost[0])).verdict == "superseded"
+            assert (await dead.submit(lost[1])).verdict == "accepted"
+            assert (await other.submit(again[1])).verdict == "superseded"
+
+    play(scenario())
+
+
+def test_a_prompt_that_fails_by_its_content_is_quarantined_and_replaced(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = make_config(buffer__max_attempts=2)
+        async with serving(tmp_path, config) as here:
+            generator = here.generator()
+            for attempt in range(2):
+                [lease] = await generator.lease(1)
+                assert lease.group == [0, 0]
+                assert (lease.attempt, lease.seed_k) == (attempt, attempt)
+                await generator.ask(
+                    Failed(
+                        kind="train",
+                        group=lease.group,
+                        attempt=lease.attempt,
+                        reason="bad prompt",
+                        content=True,
+                    )
+                )
+            leases = await generator.lease(9)
+            assert [lease.group for lease in leases] == [[0, 1], [0, 2], [0, 3], [0, 4]]
+            assert here.run.status(now=0)["counts"] == {"quarantined": 1, "leased": 4}
+
+    play(scenario())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda g: g.rollouts[0].logprobs.fill(np.nan), "not finite"),
+        (lambda g: g.rollouts[1].versions.fill(3), "newest published one is 0"),
+    ],
+)
+def test_invalid_groups_are_refused_and_leased_again(
+    tmp_path: Path, spoil: Any, words: str
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            generator = here.generator()
+            [lease] = await generator.lease(1)
+            group: RolloutGroup = make_group(lease, version=0)
+            spoil(group)
+            verdict = await generator.submit_frame(lease, encode_group(group))
+            assert verdict.verdict == "invalid" and words in verdict.reason
+            assert (await generator.submit_frame(lease, b"rubbish")).verdict == "invalid"
+            [again] = await generator.lease(1)
+            assert (again.group, again.attempt) == (lease.group, 1)
+
+    play(scenario())
+
+
+def test_a_lease_needs_a_generator_that_serves_its_version(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config(), train=40) as here:
+            learner, generator = here.learner(), here.generator()
+            await learner.register()
+            for lease in await generator.lease(9):
+                await generator.submit(lease)
+            await learner.fetch(0)
+            await learner.commit()
+            assert await generator.lease(9) == []
+            await generator.beat()
+            assert [lease.min_version for lease in await generator.lease(9)] == [1] * 4
+
+    play(scenario())
+
+
+def test_a_learner_that_comes_back_gets_the_same_batches_and_fences_the_old_one(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config(max_steps=5, max_staleness=2), train=40) as here:
+            first = here.learner("learner-a")
+            await first.register()
+            worker = asyncio.create_task(here.generator().work())
+            await first.train(stop_at=3)
+            second = here.learner("learner-b")
+            registered = await second.register(1)
+            assert (registered.inc, registered.committed) == (2, 3)
+            with pytest.raises(RefusedError) as refused:
+                await first.ask(Commit(inc=1, version=4, metrics={}))
+            assert refused.value.code == "fenced"
+            await second.train()
+            await worker
+            for step in (1, 2, 3):
+                assert second.batches[step][1] == first.batches[step][1]
+                assert second.batches[step][0].replayed == (step < 3)
+            assert sorted(second.batches) == [1, 2, 3, 4]
+        assert fates(tmp_path)["trained"] == 20
+
+    play(scenario())
+
+
+def test_registration_is_refused_when_batches_are_gone_or_the_checkpoint_is_ahead(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        config = make_config(max_steps=8)
+        async with serving(tmp_path, config, train=40, segment_bytes=300) as here:
+            learner = here.learner()
+            await learner.register()
+            worker = asyncio.create_task(here.generator().work())
+            await learner.train(stop_at=5)
+            segments = len(list((tmp_path / "segments").iterdir()))
+            await learner.ask(Checkpointed(inc=1, versions=[3, 5]))
+            worker.cancel()
+            other = here.learner("learner-1")
+            with pytest.raises(RefusedError, match="deleted: resume from a checkpoint of version 3"):
+                await other.register(2)
+            with pytest.raises(RefusedError, match="another run"):
+                await other.register(7)
+            await other.register(3)
+            await other.fetch(3)
+            assert other.batches[3][1] == learner.batches[3][1]
+            await other.ask(Checkpointed(inc=2, versions=[3]))
+            assert len(list((tmp_path / "segments").iterdir())) < segments - 5
+
+    play(scenario())
+
+
+def test_evaluations_come_first_and_last_and_are_pinned(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = make_config(max_steps=4, max_staleness=1, eval__every=2, eval__samples=2)
+        async with serving(tmp_path, config, train=40, val=3) as here:
+            learner, generator = here.learner(), here.generator()
+            await learner.register()
+            leases = await generator.lease(4)
+            assert [lease.kind for lease in leases] == ["eval"] * 3 + ["train"]
+            assert leases[0].temperature == 0.0
+            for lease in leases:
+                await generator.submit(lease)
+            worker = asyncio.create_task(generator.work())
+            await learner.train()
+            await worker
+            evals = [record for record in learner.records if record.name == "eval"]
+            assert [record.step for record in evals] == [0, 2, 4]
+            assert [record.values["accuracy"] for record in evals] == [0.5] * 3
+            assert [record.values["count"] for record in evals] == [6] * 3
+            assert evals[2].values["oldest_token_version"] == 4
+            assert evals[2].values["accuracy/words"] == 0.5
+            assert await here.task == 0
+
+    play(scenario())
+
+
+def test_evaluation_ends_with_what_is_there_when_its_time_is_over(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = make_config(max_steps=1, eval__timeout_s=1.0)
+        async with serving(tmp_path, config, val=3) as here:
+            learner, generator = here.learner(), here.generator()
+            await learner.register()
+            leases = await generator.lease(7)
+            for lease in leases[1:]:
+                await generator.submit(lease)
+            worker = asyncio.create_task(generator.work())
+            end = await learner.train()
+            await worker
+            assert end is not None and not end.failed
+            first = next(record for record in learner.records if record.name == "eval")
+            assert (first.values["num_rows"], first.values["num_rows_missing"]) == (3, 1)
+
+    play(scenario())
+
+
+def test_hello_comes_first_and_must_name_this_run(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            stranger = Peer(here.server.address, "generator", "stranger", run_id="run-2")
+            here.peers.append(stranger)
+            with pytest.raises(RefusedError, match="is of run run-2, this buffer serves run-1"):
+                await stranger.ask(LeaseRequest(slots=1, serving=[0, 0]))
+            generator = here.generator()
+            with pytest.raises(RefusedError, match="a generator, cannot ask for register"):
+                await generator.ask(Register(checkpoint_version=0, config_digest=""))
+
+    play(scenario())
+
+
+def test_a_second_digest_of_a_version_is_told_as_a_fork(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            learner = here.learner()
+            for digest in ("one", "two"):
+                await learner.register()
+                message = Published(inc=learner.inc, version=0, location="/w", digest=digest)
+                await learner.ask(message)
+                learner = here.learner("learner-1")
+
+    with caplog.at_level(logging.WARNING):
+        play(scenario())
+    assert "fork: version 0 of learner number 2 has digest two" in caplog.text
+
+
+def test_buffer_goes_on_where_its_journal_ends(tmp_path: Path) -> None:
+    config = make_config(max_steps=6, max_staleness=2)
+    batches = {}
+
+    async def first_half() -> None:
+        async with serving(tmp_path, config, train=40) as here:
+            learner = here.learner()
+            await learner.register()
+            worker = asyncio.create_task(here.generator().work())
+            await learner.train(stop_at=3)
+            worker.cancel()
+            batches.update(learner.batches)
+
+    async def second_half() -> None:
+        async with serving(tmp_path, config, train=40) as here:
+            learner = here.learner("learner-1")
+            assert (await learner.register(2)).committed == 3
+            worker = asyncio.create_task(here.generator("generator-1").work())
+            await learner.train()
+            await worker
+            assert learner.batches[2][1] == batches[2][1]
+            assert learner.batches[3][1] == batches[3][1]
+            assert learner.max_staleness() <= 2
+
+    play(first_half())
+    play(second_half())
+    assert fates(tmp_path) == {"trained": 24, "not_issued": 16}
+
+
+def test_a_begun_run_refuses_other_data_and_another_batch_size(tmp_path: Path) -> None:
+    async def begin() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            await here.generator().lease()
+
+    play(begin())
+    for config, number in ((make_config(), 13), (make_config(prompts_per_step=8), 12)):
+        journal = Journal(tmp_path)
+        with pytest.raises(ValueError, match="cannot go on with another one"):
+            Run(config, train=rows(number), val=[], journal=journal, now=0.0)
+        journal.close()
