@@ -38,7 +38,7 @@ class Run:
 
 def launch(config: Path, overrides: Iterable[str], *, directory: Path, name: str) -> Run:
     """Runs it in DIRECTORY/NAME and waits. Raises SystemExit when the run fails."""
-    command = [sys.executable, "-m", "asyncrl.launch.cli", "local", str(config), *overrides]
+    command = [sys.executable, "-m", "asyncrl.launch", "local", str(config), *overrides]
     command += [f"output_dir={directory}", f"run_name={name}", "network.buffer=tcp://127.0.0.1:0"]
     print(f"{name}: {' '.join(overrides)}", file=sys.stderr, flush=True)
     code = subprocess.run(command, stdout=sys.stderr, check=False).returncode

@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key=value, for both runs")
     arguments = parser.parse_args()
     overrides = [*arguments.overrides, *run_overrides(arguments.steps, 2)]
+    overrides += ["checkpoint.export_hf=true"]
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         fast = measure(launch(arguments.config, overrides, directory=root, name="fast"))
@@ -51,10 +52,11 @@ def main() -> None:
 
 
 def measure(run: Run) -> dict[str, float]:
+    final = run.directory / "final"
     return {
         "step_s": run.median("time/step_s"),
-        "transfer_s": run.median("weights/write_s"),
-        "published_bytes": run.median("weights/bytes"),
+        "transfer_s": run.median("publish/write_s"),
+        "published_bytes": sum(f.stat().st_size for f in final.glob("*.safetensors")),
         "generator_tokens_per_s": run.median("buffer/generator_tokens_per_s"),
     }
 

@@ -45,7 +45,7 @@ class Finished:
 def command(config: Path, overrides: Sequence[str], directory: Path, name: str) -> list[str]:
     """The launcher's command line for a run called DIRECTORY/NAME."""
     places = [f"output_dir={directory}", f"run_name={name}", "network.buffer=tcp://127.0.0.1:0"]
-    launcher = [sys.executable, "-m", "asyncrl.launch.cli", "local"]
+    launcher = [sys.executable, "-m", "asyncrl.launch", "local"]
     return [*launcher, str(config), *places, *overrides]
 
 

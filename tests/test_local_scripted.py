@@ -65,7 +65,7 @@ def asynchronous(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Fini
 
 
 def test_synchronous_run_trains_nothing_but_fresh_tokens(synchronous: Finished) -> None:
-    assert synchronous.code == 0, synchronous.logs()
+    assert synchronous.code == 0, synchronous.output
     assert [record["staleness/max"] for record in synchronous.steps] == [0] * STEPS
 
 
@@ -110,7 +110,7 @@ def plain_loop(config: Config, wrong_at: int | None = None) -> dict[str, torch.T
         version = step - (step == wrong_at)
         positions = range(step * GROUPS, (step + 1) * GROUPS)
         groups = [make_group(config, GroupId(0, p), prompts[p], version) for p in positions]
-        train_step(policy, optimizer, groups, config, ranks=ranks)
+        train_step(policy, optimizer, groups, config)
     return {name: tensor.clone() for name, tensor in policy.gather(torch.float32)}
 
 

@@ -31,6 +31,7 @@ class Progress:
         self._steps_done = 0
         self._steps_before = 0
         self._said: tuple[str, float] = ("", 0.0)
+        self._buffer_record: dict[str, Any] = {}
         self._live = Live(Text(), console=console, transient=True, auto_refresh=False)
 
     def __enter__(self) -> Progress:
@@ -44,8 +45,10 @@ class Progress:
     def update(self, status: dict[str, Any] | None, *, phase: str) -> None:
         """Prints the records that are new. `status` is None while the buffer does not answer."""
         for record in self._metrics.new_records():
-            if "reward/mean" in record:
-                self._step(record)
+            if "buffer/reward_mean" in record:
+                self._buffer_record = record
+            elif "time/step_s" in record:
+                self._step({**self._buffer_record, **record})
             elif "eval/accuracy" in record:
                 self._console.print(eval_line(record))
         waiting = (status or {}).get("waiting_for") or phase
@@ -86,10 +89,10 @@ def step_line(record: dict[str, Any], max_steps: int | None) -> str:
     of = f"/{max_steps}" if max_steps else ""
     return (
         f"step {int(record['step']) + 1:>3}{of}"
-        f"  reward {_number(record, 'reward/mean', '.3f')}"
+        f"  reward {_number(record, 'buffer/reward_mean', '.3f')}"
         f"  staleness {_number(record, 'staleness/mean', '.1f')}"
         f" (max {_number(record, 'staleness/max', '.0f')})"
-        f"  learner {_number(record, 'learner/tokens_per_s', '.0f')} tok/s"
+        f"  learner {_number(record, 'train/tokens_per_s', '.0f')} tok/s"
         f"  generators {_number(record, 'buffer/generator_tokens_per_s', '.0f')} tok/s"
         f"  {_number(record, 'time/step_s', '.1f')} s"
         f" (waited {_number(record, 'time/wait_batch_s', '.1f')} s)"
@@ -106,7 +109,8 @@ def eval_line(record: dict[str, Any]) -> str:
 def print_summary(console: Console, run_dir: Path, status: dict[str, Any] | None) -> None:
     """The result of a run in one table."""
     records = _Tail(run_dir / "metrics.jsonl").new_records()
-    steps = [record for record in records if "reward/mean" in record]
+    steps = [record for record in records if "time/step_s" in record]
+    rewards = [record for record in records if "buffer/reward_mean" in record]
     evals = [record for record in records if "eval/accuracy" in record]
     table = Table(title=f"run {run_dir.name}", title_justify="left", show_header=False)
     for record in evals:
@@ -116,7 +120,7 @@ def print_summary(console: Console, run_dir: Path, status: dict[str, Any] | None
             f"  ({record.get('eval/count')} samples, temperature {record.get('eval/temperature')})",
         )
     if steps:
-        table.add_row("training reward, first to last step", _first_to_last(steps))
+        table.add_row("training reward, first to last step", _first_to_last(rewards))
         mean = sum(record.get("staleness/mean") or 0 for record in steps) / len(steps)
         highest = max(record.get("staleness/max") or 0 for record in steps)
         table.add_row("staleness of trained tokens", f"mean {mean:.2f}, max {highest:.0f}")
@@ -130,10 +134,9 @@ def print_summary(console: Console, run_dir: Path, status: dict[str, Any] | None
     console.print(table)
 
 
-def _first_to_last(steps: list[dict[str, Any]]) -> str:
-    return (
-        f"{_number(steps[0], 'reward/mean', '.3f')} to {_number(steps[-1], 'reward/mean', '.3f')}"
-    )
+def _first_to_last(records: list[dict[str, Any]]) -> str:
+    first, last = (_number(records[i], "buffer/reward_mean", ".3f") for i in (0, -1))
+    return f"{first} to {last}"
 
 
 def _number(record: dict[str, Any], name: str, form: str) -> str:

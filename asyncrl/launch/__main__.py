@@ -1,0 +1,5 @@
+"""`python -m asyncrl.launch`: the same as `asyncrl-launch`."""
+
+from asyncrl.launch.cli import main
+
+main()
