@@ -53,7 +53,7 @@ class Client:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._socket.connect(address)
         self._reader: asyncio.Task[None] | None = None
 
@@ -104,7 +104,7 @@ class Client:
                 if left <= 0:
                     raise Unreachable(
                         f"no answer from the buffer at {self.address} to "
-                        f"{type(message).__name__} within {deadline_s:.0f} s: is it running, and "
+                        f"{type(message).__name__} within {deadline_s:g} s: is it running, and "
                         "is network.buffer its address?"
                     )
                 await self._socket.send_multipart(encode(message, id=id, frames=frames))
@@ -182,7 +182,7 @@ class Server:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_refused = 0
         """Messages that were not of this protocol."""
@@ -195,7 +195,7 @@ class Server:
                 f"cannot listen on {address}: {error}. Is another run using this port? "
                 "Set network.buffer to a free one."
             ) from None
-        self.address: str = self._socket.last_endpoint.decode()
+        self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     async def serve(self) -> None:
         """Reads for ever; cancel it to stop."""

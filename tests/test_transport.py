@@ -1,0 +1,264 @@
+"""Request and reply over real sockets: nothing lost, nothing waits for ever, errors are clear."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+import zmq
+
+from asyncrl import transport
+from asyncrl.messages import (
+    Fetch,
+    Hello,
+    Ok,
+    Refused,
+    Started,
+    Status,
+    StatusRequest,
+    Submit,
+    Verdict,
+    Waiting,
+    Welcome,
+)
+from asyncrl.transport import Client, Handler, RefusedError, Server, ThreadClient, Unreachable
+from asyncrl.wire import Packet
+
+HELLO = Hello(role="monitor", member="monitor-1", run_id=None, host="here", pid=1)
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, timeout=30))
+
+
+async def answer(peer: bytes, packet: Packet) -> Any:
+    """Greets, waits 0.3 s for a Fetch, and sends the frames of a Submit back."""
+    match packet.message:
+        case Hello():
+            return Welcome(run_id="r", heartbeat_s=1.0)
+        case Fetch(step=step):
+            await asyncio.sleep(0.3)
+            return Waiting(step=step, reason="nothing yet", records=[])
+        case Submit():
+            return Verdict(verdict="accepted"), packet.frames
+        case StatusRequest():
+            return Status(values={})
+    return Ok()
+
+
+class Serving:
+    """A server with its reading task, for `async with`."""
+
+    def __init__(self, handler: Handler = answer, address: str = "tcp://127.0.0.1:0") -> None:
+        self.server = Server(address, handler)
+        self.address = self.server.address
+
+    async def __aenter__(self) -> Serving:
+        self._task = asyncio.create_task(self.server.serve())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self.server.close()
+
+
+def test_a_request_and_its_frames_come_back() -> None:
+    async def main() -> None:
+        async with Serving() as serving:
+            client = Client(serving.address, hello=HELLO)
+            assert (await client.connect(deadline_s=5)).run_id == "r"
+            submit = Submit(kind="train", group=[0, 1], attempt=0)
+            reply = await client.call(submit, frames=(b"x" * 1_000_000, b""), deadline_s=5)
+            assert reply.message == Verdict(verdict="accepted")
+            assert reply.frames == (b"x" * 1_000_000, b"")
+            await client.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+def test_every_way_to_write_loopback_connects(host: str) -> None:
+    async def main() -> None:
+        async with Serving(address=f"tcp://{host}:0") as serving:
+            port = serving.address.rpartition(":")[2]
+            assert serving.address in (f"tcp://{host}:{port}", f"tcp://127.0.0.1:{port}")
+            client = Client(f"tcp://{host}:{port}", hello=HELLO)
+            await client.connect(deadline_s=5)
+            await client.close()
+
+    run(main())
+
+
+def test_a_request_that_waits_holds_up_no_other() -> None:
+    async def main() -> None:
+        async with Serving() as serving:
+            client = Client(serving.address, hello=HELLO)
+            slow = asyncio.create_task(client.call(Fetch(inc=1, step=0), deadline_s=5))
+            began = time.monotonic()
+            await client.call(StatusRequest(), deadline_s=5)
+            assert time.monotonic() - began < 0.25
+            assert not slow.done()
+            assert (await slow).message.reason == "nothing yet"
+            await client.close()
+
+    run(main())
+
+
+def test_a_call_survives_a_server_that_restarts_on_its_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "RESEND_S", 0.3)
+    arrived = asyncio.Event()
+
+    async def never(peer: bytes, packet: Packet) -> Any:
+        arrived.set()
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        first = Serving(never)
+        async with first:
+            client = Client(first.address, hello=HELLO)
+            call = asyncio.create_task(client.call(StatusRequest(), deadline_s=20))
+            await arrived.wait()
+        assert not call.done()
+        async with Serving(address=first.address):
+            assert (await call).message == Status(values={})
+        await client.close()
+
+    run(main())
+
+
+def test_a_server_that_has_forgotten_the_client_is_greeted_again() -> None:
+    greeted: set[bytes] = set()
+
+    async def strict(peer: bytes, packet: Packet) -> Any:
+        if isinstance(packet.message, Hello):
+            greeted.add(peer)
+            return Welcome(run_id="r", heartbeat_s=1.0)
+        if peer not in greeted:
+            return Refused(code="hello_first", reason="say hello first")
+        return Ok()
+
+    async def main() -> None:
+        async with Serving(strict) as serving:
+            client = Client(serving.address, hello=HELLO)
+            await client.connect(deadline_s=5)
+            greeted.clear()  # as after a restart
+            assert (await client.call(StatusRequest(), deadline_s=5)).message == Ok()
+            assert greeted
+            await client.close()
+
+    run(main())
+
+
+def test_a_refusal_is_an_error_with_the_servers_words() -> None:
+    async def refuse(peer: bytes, packet: Packet) -> Any:
+        return Refused(code="wrong_run", reason="this is run b, you are of run a")
+
+    async def main() -> None:
+        async with Serving(refuse) as serving:
+            client = Client(serving.address, hello=HELLO)
+            with pytest.raises(RefusedError, match="this is run b, you are of run a") as refused:
+                await client.connect(deadline_s=5)
+            assert refused.value.code == "wrong_run"
+            await client.close()
+
+    run(main())
+
+
+def test_a_server_that_does_not_answer_is_named_when_the_deadline_is_over() -> None:
+    async def main() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))  # bound, not listening: nobody answers there
+            address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+            client = Client(address, hello=HELLO)
+            began = time.monotonic()
+            with pytest.raises(Unreachable, match=re.escape(f"{address} to Hello within 0.5 s")):
+                await client.connect(deadline_s=0.5)
+            assert 0.4 < time.monotonic() - began < 2
+            await client.close()
+            assert time.monotonic() - began < 3
+
+    run(main())
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    async def main() -> None:
+        async with Serving() as serving:
+            with pytest.raises(ValueError, match=re.escape(serving.address)) as refused:
+                Server(serving.address, answer)
+            assert "network.buffer" in str(refused.value)
+
+    run(main())
+
+
+def test_junk_is_counted_and_the_next_request_is_served() -> None:
+    async def main() -> None:
+        async with Serving() as serving:
+            context = zmq.Context()
+            junk = context.socket(zmq.DEALER)
+            junk.linger = 0
+            junk.connect(serving.address)
+            for parts in ([b""], [b"\xff" * 100], [b"x"] * 50):
+                junk.send_multipart(parts)
+            client = Client(serving.address, hello=HELLO)
+            await client.connect(deadline_s=5)
+            while serving.server.num_refused < 3:
+                await asyncio.sleep(0.01)
+            await client.call(StatusRequest(), deadline_s=5)
+            await client.close()
+            junk.close()
+            context.term()
+
+    run(main())
+
+
+def test_a_message_that_is_not_answered_returns_at_once_and_arrives() -> None:
+    seen: list[Any] = []
+
+    async def note(peer: bytes, packet: Packet) -> Any:
+        seen.append(packet.message)
+        return None if isinstance(packet.message, Started) else Ok()
+
+    async def main() -> None:
+        started = Started(kind="train", group=[0, 1], attempt=0, version=3)
+        async with Serving(note) as serving:
+            client = Client(serving.address, hello=HELLO)
+            await client.send(started)
+            await client.call(StatusRequest(), deadline_s=5)
+            assert seen == [started, StatusRequest()]
+            await client.close()
+
+    run(main())
+
+
+def test_a_thread_client_calls_from_code_without_an_event_loop() -> None:
+    async def main() -> None:
+        async with Serving() as serving:
+            await asyncio.to_thread(use, serving.address)
+
+    def use(address: str) -> None:
+        client = ThreadClient(address, hello=HELLO)
+        client.connect(deadline_s=5)
+        ahead = client.call_soon(Fetch(inc=1, step=0), deadline_s=5)
+        assert client.call(StatusRequest(), deadline_s=5).message == Status(values={})
+        assert not ahead.done()
+        assert ahead.result(timeout=5).message.step == 0
+        client.close()
+
+    run(main())
+
+
+def test_a_client_closes_promptly_while_it_waits_for_a_dead_server() -> None:
+    client = ThreadClient("tcp://127.0.0.1:9", hello=HELLO)
+    waiting = client.call_soon(StatusRequest(), deadline_s=60)
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < 5
+    waiting.cancel()
