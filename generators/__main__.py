@@ -87,8 +87,9 @@ async def _generate(config: Config, address: str, hello: Hello) -> None:
 
 async def _serve(config: Config, address: str, hello: Hello, rewards: RewardWorkers) -> None:
     """Checks what can be checked without the model, then loads it and works."""
-    await asyncio.to_thread(rewards.start)
-    tokens = await asyncio.to_thread(Tokens, config)
+    _, tokens = await asyncio.gather(
+        asyncio.to_thread(rewards.start), asyncio.to_thread(Tokens, config)
+    )
     engine: Engine = VllmEngine(config)
     if config.generator.engine == "scripted":
         vocabulary = await asyncio.to_thread(vocabulary_size, config.model.path)

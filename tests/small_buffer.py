@@ -1,0 +1,115 @@
+"""A buffer of one screen for generator tests: real sockets, leases from a list, no policy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from asyncrl.messages import (
+    Beat,
+    Failed,
+    Heartbeat,
+    Hello,
+    Lease,
+    LeaseRequest,
+    Leases,
+    Started,
+    Submit,
+    Verdict,
+    WatchWeights,
+    Weights,
+    Welcome,
+)
+from asyncrl.transport import Reply, Server
+from asyncrl.types import RolloutGroup, WeightId
+from asyncrl.wire import Packet, decode_group
+
+WAIT_S = 0.5
+"""The longest that a request without an answer yet is kept."""
+
+
+class SmallBuffer:
+    """Hands out `leases` in order, to a generator that serves their min_version."""
+
+    def __init__(self, leases: list[Lease]) -> None:
+        self.leases = leases
+        self.published = (WeightId(0, 0), "")
+        self.done = False
+        self.silent = False
+        """True: takes every message and answers none, as a dead buffer would."""
+        self.started: list[Started] = []
+        self.groups: list[RolloutGroup] = []
+        self.failed: list[Failed] = []
+        self.beats: list[Heartbeat] = []
+        self.requests: list[LeaseRequest] = []
+        self.changed = asyncio.Condition()
+
+    def publish(self, weights: WeightId) -> None:
+        self.published = (weights, f"memory:{weights}")
+
+    async def until(self, condition: Any, timeout_s: float = 10.0) -> None:
+        """Waits for `condition()`; AssertionError after `timeout_s`."""
+        ends = asyncio.get_running_loop().time() + timeout_s
+        while not condition():
+            assert asyncio.get_running_loop().time() < ends, "the condition did not come true"
+            await asyncio.sleep(0.01)
+
+    async def handle(self, peer: bytes, packet: Packet) -> Reply:
+        message = packet.message
+        if self.silent:
+            return None
+        match message:
+            case Hello():
+                return Welcome(run_id="test", heartbeat_s=0.1)
+            case LeaseRequest():
+                self.requests.append(message)
+                return await self._lease(message)
+            case Started():
+                self.started.append(message)
+                return None
+            case Submit():
+                self.groups.append(decode_group(packet.frames[0]))
+                return Verdict(verdict="accepted")
+            case Failed():
+                self.failed.append(message)
+                return Verdict(verdict="accepted")
+            case Heartbeat():
+                self.beats.append(message)
+                weights, _ = self.published
+                return Beat(inc=weights.inc, version=weights.version, done=self.done)
+            case WatchWeights():
+                await self._wait(lambda: self.published[0] > WeightId(*message.have))
+                (inc, version), location = self.published
+                return Weights(inc=inc, version=version, location=location)
+        raise AssertionError(f"a generator sent {message!r}")
+
+    async def _lease(self, request: LeaseRequest) -> Leases:
+        def ready() -> list[Lease]:
+            fit = [x for x in self.leases if x.min_version <= request.weights.version]
+            return fit[: request.slots]
+
+        await self._wait(lambda: bool(ready()) or self.done)
+        granted = ready()
+        self.leases = [lease for lease in self.leases if lease not in granted]
+        return Leases(leases=granted, done=self.done)
+
+    async def _wait(self, condition: Any) -> None:
+        for _ in range(int(WAIT_S / 0.01)):
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def serve(leases: list[Lease]) -> AsyncIterator[tuple[SmallBuffer, str]]:
+    """(buffer, address) while the `async with` lasts."""
+    buffer = SmallBuffer(leases)
+    server = Server("tcp://127.0.0.1:0", buffer.handle)
+    task = asyncio.create_task(server.serve())
+    try:
+        yield buffer, server.address
+    finally:
+        task.cancel()
+        await server.close()

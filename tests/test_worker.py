@@ -1,0 +1,526 @@
+"""The generator's loop against a small buffer on real sockets, with the scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+import pytest
+from local_runs import REPOSITORY
+from small_buffer import SmallBuffer, serve
+
+from asyncrl.config.load import save_resolved
+from asyncrl.config.schema import Config
+from asyncrl.messages import Hello, Lease
+from asyncrl.transport import Client, Unreachable
+from asyncrl.types import Completion, Int32Array, Sampling, WeightId
+from asyncrl.versions import sample_seed
+from generators.engine import EngineError, RequestError, StagingError
+from generators.rewards import RewardStop, RewardWorkers
+from generators.scripted_engine import ScriptedEngine, scripted_completion
+from generators.tokens import Tokens
+from generators.worker import Worker
+
+T = TypeVar("T")
+VERIFIERS = REPOSITORY / "tests" / "verifiers.py"
+HELLO = Hello(role="generator", member="generator-0-test", run_id=None, host="here", pid=1)
+
+
+@pytest.fixture(scope="module")
+def config(random_tiny_task: Path) -> Config:
+    return make_config(random_tiny_task)
+
+
+def make_config(tiny: Path, **changes: Any) -> Config:
+    tree: dict[str, Any] = {
+        "seed": 3,
+        "group_size": 2,
+        "model": {"path": str(tiny / "model"), "dtype": "float32"},
+        "data": {
+            "train_files": ["unused.jsonl"],
+            "max_prompt_length": 8,
+            "max_response_length": 6,
+        },
+        "reward": {"path": f"{VERIFIERS}:score", "workers": 1, "timeout_s": 1.0},
+        "generator": {
+            "engine": "scripted",
+            "max_concurrent_rollouts": 8,
+            "scripted": {"tokens_per_s": 200, "length": 8},
+        },
+    }
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        place = tree
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return Config.model_validate(tree)
+
+
+@pytest.fixture(scope="module")
+def rewards(config: Config) -> Iterator[RewardWorkers]:
+    workers = RewardWorkers(config.reward)
+    workers.start()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="module")
+def tokens(config: Config) -> Tokens:
+    return Tokens(config)
+
+
+def lease(position: int, **changes: Any) -> Lease:
+    fields = {
+        "kind": "train",
+        "group": [0, position],
+        "attempt": 0,
+        "seed_k": 0,
+        "row": {"prompt": "___abc>", "source": "tiny", "answer": "cba", "extra": {}},
+        "num_rollouts": 2,
+        "temperature": 1.0,
+        "min_version": 0,
+        "timeout_s": 20.0,
+        **changes,
+    }
+    return Lease.model_validate(fields)
+
+
+class Running:
+    """A worker that runs against a small buffer inside the test's loop."""
+
+    def __init__(self, buffer: SmallBuffer, worker: Worker, task: asyncio.Task[None]) -> None:
+        self.buffer, self.worker, self.task = buffer, worker, task
+
+    async def groups(self, count: int) -> None:
+        """Waits until `count` groups came, or passes the worker's failure on."""
+        waited = asyncio.create_task(self.buffer.until(lambda: len(self.buffer.groups) >= count))
+        await asyncio.wait({waited, self.task}, return_when=asyncio.FIRST_COMPLETED)
+        if self.task.done():
+            waited.cancel()
+            self.task.result()
+        await waited
+
+    async def done(self) -> None:
+        self.buffer.done = True
+        await asyncio.wait_for(self.task, 5)
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+class Scene:
+    """`async with Scene(...) as running`."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokens: Tokens,
+        rewards: RewardWorkers,
+        leases: list[Lease],
+        engine: Any = None,
+    ) -> None:
+        self.parts = (config, tokens, rewards, leases)
+        self.engine = engine or ScriptedEngine(config.generator.scripted, vocab_size=64)
+
+    async def __aenter__(self) -> Running:
+        config, tokens, rewards, leases = self.parts
+        self.server = serve(leases)
+        buffer, address = await self.server.__aenter__()
+        self.client = Client(address, hello=HELLO)
+        await self.client.connect(deadline_s=5)
+        worker = Worker(config, engine=self.engine, tokens=tokens, rewards=rewards)
+        task = asyncio.create_task(worker.run(self.client, on_swap=lambda: None))
+        self.running = Running(buffer, worker, task)
+        return self.running
+
+    async def __aexit__(self, *error: object) -> None:
+        self.running.task.cancel()
+        await asyncio.gather(self.running.task, return_exceptions=True)
+        await self.client.close()
+        await self.server.__aexit__(None, None, None)
+
+
+def test_groups_equal_a_plain_loop(config: Config, tokens: Tokens, rewards: RewardWorkers) -> None:
+    async def scenario() -> SmallBuffer:
+        async with Scene(config, tokens, rewards, [lease(i) for i in range(12)]) as running:
+            await running.groups(12)
+            await running.done()
+            return running.buffer
+
+    buffer = run(scenario())
+    assert sorted(group.id for group in buffer.groups) == [(0, i) for i in range(12)]
+    assert sorted(tuple(s.group) for s in buffer.started) == [(0, i) for i in range(12)]
+    for group in buffer.groups:
+        assert group.prompt_ids.tolist() == tokens._tokenizer("___abc>")["input_ids"]
+        for i, rollout in enumerate(group.rollouts):
+            expected = scripted_completion(
+                seed=sample_seed(3, "train", 0, group.id.position, i, 0),
+                version=0,
+                options=config.generator.scripted,
+                sampling=Sampling(1.0, 6, tokens.end_ids),
+                vocab_size=64,
+            )
+            assert rollout.token_ids.tolist() == expected.token_ids.tolist()
+            assert rollout.logprobs.tolist() == expected.logprobs.tolist()
+            assert rollout.finish_reason == expected.finish_reason
+            assert rollout.loss_mask.all()
+            assert rollout.reward == 0.0
+
+
+def test_a_waiting_lease_goes_out_at_once_after_a_swap(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    async def scenario() -> tuple[SmallBuffer, float]:
+        leases = [lease(0), lease(1, min_version=1)]
+        async with Scene(config, tokens, rewards, leases) as running:
+            await running.groups(1)
+            await asyncio.sleep(0.05)
+            running.buffer.publish(WeightId(1, 1))
+            started = time.monotonic()
+            await running.groups(2)
+            took = time.monotonic() - started
+            await running.done()
+            return running.buffer, took
+
+    buffer, took = run(scenario())
+    assert [s.version for s in buffer.started] == [0, 1]
+    assert [group.inc for group in buffer.groups] == [0, 1]
+    assert {v for r in buffer.groups[1].rollouts for v in r.versions} == {1}
+    assert took < 0.45, "the request that waited at the buffer (0.5 s) held the lease up"
+
+
+def test_room_in_the_engine_bounds_what_is_leased(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    async def scenario() -> tuple[SmallBuffer, int]:
+        most = 0
+        async with Scene(config, tokens, rewards, [lease(i) for i in range(20)]) as running:
+            while len(running.buffer.groups) < 20:
+                most = max(most, running.worker.look().num_running)
+                await asyncio.sleep(0.002)
+            await running.done()
+            return running.buffer, most
+
+    buffer, most = run(scenario())
+    assert most == 8
+    assert all(request.slots <= 4 for request in buffer.requests)
+
+
+def test_an_eval_lease_pins_the_served_version(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    slow = make_config(Path(config.model.path).parent, generator__scripted__tokens_per_s=8)
+
+    async def scenario() -> tuple[SmallBuffer, WeightId]:
+        leases = [lease(i, kind="eval", num_rollouts=1, temperature=0.0) for i in range(4)]
+        async with Scene(slow, tokens, rewards, leases) as running:
+            await running.buffer.until(lambda: len(running.buffer.started) == 4)
+            running.buffer.publish(WeightId(1, 1))
+            await running.groups(4)
+            serving = WeightId(*running.worker.look().serving)
+            await running.buffer.until(lambda: running.worker.look().serving == [1, 1])
+            await running.done()
+            return running.buffer, serving
+
+    buffer, serving_at_end_of_eval = run(scenario())
+    assert serving_at_end_of_eval == WeightId(0, 0)
+    assert {int(v) for g in buffer.groups for r in g.rollouts for v in r.versions} == {0}
+
+
+class BrokenEngine(ScriptedEngine):
+    """Requests whose number is in `failing` fail, and staging fails the first `bad` times."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        failing: set[int] | None = None,
+        bad: int = 0,
+        nan: bool = False,
+    ) -> None:
+        super().__init__(config.generator.scripted, vocab_size=64)
+        self.failing, self.bad, self.nan = failing or set(), bad, nan
+        self.taken: list[WeightId] = []
+
+    async def generate(
+        self, prompt_ids: Int32Array, sampling: Sampling, *, seed: int, request_id: str
+    ) -> Completion:
+        if int(request_id) in self.failing:
+            raise RequestError("out of luck")
+        completion = await super().generate(prompt_ids, sampling, seed=seed, request_id=request_id)
+        if self.nan:
+            completion.logprobs[-1] = np.nan
+        return completion
+
+    async def stage(self, weights: WeightId, location: str) -> None:
+        self.bad -= 1
+        if self.bad >= 0:
+            raise StagingError("tensor x is missing")
+        self.taken.append(weights)
+        await super().stage(weights, location)
+
+
+def test_a_failed_request_is_tried_again_with_its_seed(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    async def scenario() -> SmallBuffer:
+        engine = BrokenEngine(config, failing={1})
+        async with Scene(config, tokens, rewards, [lease(0)], engine) as running:
+            await running.groups(1)
+            await running.done()
+            return running.buffer
+
+    (group,) = run(scenario()).groups
+    expected = scripted_completion(
+        seed=sample_seed(3, "train", 0, 0, 0, 0),
+        version=0,
+        options=config.generator.scripted,
+        sampling=Sampling(1.0, 6, tokens.end_ids),
+        vocab_size=64,
+    )
+    assert group.rollouts[0].token_ids.tolist() == expected.token_ids.tolist()
+
+
+def test_a_request_that_always_fails_fails_its_group_without_blame_on_the_prompt(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    async def scenario() -> SmallBuffer:
+        engine = BrokenEngine(config, failing={1, 3, 4, 5})
+        async with Scene(config, tokens, rewards, [lease(0)], engine) as running:
+            await running.buffer.until(lambda: bool(running.buffer.failed))
+            assert not running.task.done()
+            return running.buffer
+
+    (failed,) = run(scenario()).failed
+    assert "out of luck" in failed.reason
+    assert not failed.content
+
+
+def test_when_all_requests_fail_the_generator_stops_and_says_why(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    async def scenario() -> None:
+        engine = BrokenEngine(config, failing=set(range(100_000)))
+        async with Scene(
+            config, tokens, rewards, [lease(i) for i in range(100)], engine
+        ) as running:
+            await asyncio.wait_for(running.task, 20)
+
+    with pytest.raises(EngineError, match="in a row: out of luck"):
+        run(scenario())
+
+
+def test_a_non_finite_logprob_rejects_its_group(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    async def scenario() -> SmallBuffer:
+        engine = BrokenEngine(config, nan=True)
+        async with Scene(config, tokens, rewards, [lease(0)], engine) as running:
+            await running.buffer.until(lambda: bool(running.buffer.failed))
+            return running.buffer
+
+    (failed,) = run(scenario()).failed
+    assert "non-finite logprob" in failed.reason
+    assert failed.content
+
+
+def test_many_non_finite_logprobs_end_the_generator(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    async def scenario() -> None:
+        engine = BrokenEngine(config, nan=True)
+        async with Scene(config, tokens, rewards, [lease(i) for i in range(60)], engine) as running:
+            await asyncio.wait_for(running.task, 20)
+
+    with pytest.raises(EngineError, match="non-finite logprobs"):
+        run(scenario())
+
+
+def test_failed_staging_keeps_the_old_version_and_newer_weights_are_taken(
+    config: Config,
+    tokens: Tokens,
+    rewards: RewardWorkers,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> BrokenEngine:
+        engine = BrokenEngine(config, bad=1)
+        async with Scene(config, tokens, rewards, [lease(0)], engine) as running:
+            running.buffer.publish(WeightId(1, 1))
+            await running.buffer.until(lambda: engine.bad == 0)
+            running.buffer.publish(WeightId(1, 3))
+            await running.buffer.until(lambda: engine.serving == WeightId(1, 3))
+            await running.groups(1)
+            await running.done()
+            return engine
+
+    assert run(scenario()).taken == [WeightId(1, 3)]
+    assert "weights 1.1 were not taken, 0.0 serve on: tensor x is missing" in caplog.text
+
+
+def test_a_group_over_its_deadline_is_cancelled_and_reported(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    slow = make_config(Path(config.model.path).parent, generator__scripted__tokens_per_s=0.1)
+
+    async def scenario() -> SmallBuffer:
+        async with Scene(slow, tokens, rewards, [lease(0, timeout_s=0.3)]) as running:
+            await running.buffer.until(lambda: bool(running.buffer.failed))
+            assert running.worker.look().num_running == 0
+            return running.buffer
+
+    (failed,) = run(scenario()).failed
+    assert "not finished" in failed.reason
+
+
+@pytest.mark.parametrize(("on_overlong", "ends"), [("drop", False), ("error", True)])
+def test_a_prompt_over_the_limit_is_dropped_or_ends_the_run(
+    config: Config, tokens: Tokens, rewards: RewardWorkers, on_overlong: str, ends: bool
+) -> None:
+    changed = make_config(Path(config.model.path).parent, data__overlong_prompts=on_overlong)
+    row = {"prompt": "_" * 9, "source": "tiny", "answer": "", "extra": {}}
+
+    async def scenario() -> SmallBuffer:
+        async with Scene(changed, tokens, rewards, [lease(0, row=row)]) as running:
+            if ends:
+                await asyncio.wait_for(running.task, 10)
+            await running.buffer.until(lambda: bool(running.buffer.failed))
+            return running.buffer
+
+    if ends:
+        with pytest.raises(ValueError, match=r"9 tokens.*max_prompt_length is 8.*overlong_prompts"):
+            run(scenario())
+    else:
+        (failed,) = run(scenario()).failed
+        assert failed.content
+
+
+def test_a_reward_error_ends_the_run_when_on_error_is_stop(config: Config, tokens: Tokens) -> None:
+    changed = make_config(
+        Path(config.model.path).parent,
+        reward__path=f"{VERIFIERS}:missing_answer",
+        reward__on_error="stop",
+    )
+    workers = RewardWorkers(changed.reward)
+    workers.start()
+
+    async def scenario() -> None:
+        async with Scene(changed, tokens, workers, [lease(0)]) as running:
+            await asyncio.wait_for(running.task, 10)
+
+    try:
+        with pytest.raises(RewardStop, match="there is never an answer"):
+            run(scenario())
+    finally:
+        workers.close()
+
+
+def test_a_buffer_that_is_gone_ends_the_generator_within_the_bound(
+    config: Config, tokens: Tokens, rewards: RewardWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import generators.worker
+
+    monkeypatch.setattr(generators.worker, "UNREACHABLE_S", 1.0)
+    monkeypatch.setattr(generators.weights_in, "UNREACHABLE_S", 1.0)
+
+    async def scenario() -> None:
+        async with Scene(config, tokens, rewards, []) as running:
+            await running.buffer.until(lambda: bool(running.buffer.requests))
+            running.buffer.silent = True
+            await asyncio.wait_for(running.task, 10)
+
+    with pytest.raises(Unreachable, match="no answer from the buffer at tcp://"):
+        run(scenario())
+
+
+# The whole program, as a process.
+
+
+def start_program(directory: Path, config: Config, address: str) -> subprocess.Popen[str]:
+    save_resolved(config, directory / "config.yaml")
+    command = [sys.executable, "-P", "-m", "generators", str(directory / "config.yaml")]
+    command += ["--connect", address, "--name", "generator-7"]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+async def ended(program: subprocess.Popen[str], timeout_s: float) -> int:
+    return await asyncio.wait_for(asyncio.to_thread(program.wait), timeout_s)
+
+
+def alive_after(processes: list[psutil.Process], *, timeout_s: float) -> list[psutil.Process]:
+    """Those that still run; one that only waits to be reaped by init does not."""
+    ends = time.monotonic() + timeout_s
+    while True:
+        alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        if not alive or time.monotonic() > ends:
+            return alive
+        time.sleep(0.05)
+
+
+def test_the_program_generates_beats_and_exits_0_when_the_run_is_done(
+    config: Config, tmp_path: Path
+) -> None:
+    async def scenario() -> tuple[int, SmallBuffer]:
+        async with serve([lease(i) for i in range(6)]) as (buffer, address):
+            program = start_program(tmp_path, config, address)
+            await buffer.until(lambda: len(buffer.groups) == 6, 40)
+            await buffer.until(lambda: len(buffer.beats) > 10)
+            buffer.done = True
+            return await ended(program, 8), buffer
+
+    code, buffer = run(scenario())
+    assert code == 0
+    assert max(beat.num_tokens for beat in buffer.beats) > 0
+    assert "waiting for leases" in {beat.state for beat in buffer.beats}
+
+
+def test_sigterm_ends_the_program_within_5_s_and_leaves_no_child(
+    config: Config, tmp_path: Path
+) -> None:
+    async def scenario() -> tuple[float, list[psutil.Process]]:
+        async with serve([lease(0)]) as (buffer, address):
+            program = start_program(tmp_path, config, address)
+            await buffer.until(lambda: len(buffer.groups) == 1, 40)
+            children = psutil.Process(program.pid).children(recursive=True)
+            assert children, "the reward workers are children"
+            started = time.monotonic()
+            program.send_signal(signal.SIGTERM)
+            await ended(program, 10)
+            return time.monotonic() - started, children
+
+    took, children = run(scenario())
+    assert took < 5
+    assert not alive_after(children, timeout_s=1)
+
+
+def test_sigkill_of_the_program_leaves_no_child(config: Config, tmp_path: Path) -> None:
+    async def scenario() -> list[psutil.Process]:
+        async with serve([lease(0)]) as (buffer, address):
+            program = start_program(tmp_path, config, address)
+            await buffer.until(lambda: len(buffer.groups) == 1, 40)
+            children = psutil.Process(program.pid).children(recursive=True)
+            program.kill()
+            await ended(program, 10)
+            return children
+
+    assert not alive_after(run(scenario()), timeout_s=5)
+
+
+def test_a_bad_reward_path_is_one_message_and_exit_code_2(config: Config, tmp_path: Path) -> None:
+    changed = make_config(Path(config.model.path).parent, reward__path=f"{VERIFIERS}:scor")
+    program = start_program(tmp_path, changed, "tcp://127.0.0.1:9")
+    _, errors = program.communicate(timeout=30)
+    assert program.returncode == 2
+    assert "scor" in errors
+    assert "Traceback" not in errors
