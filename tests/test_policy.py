@@ -1,0 +1,323 @@
+"""Rule H as a property: over random schedules never over the bound, never stuck, all accounted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from asyncrl import versions
+from asyncrl.journal import PayloadRef
+from asyncrl.types import GroupId
+from buffer.groups import Group, State
+from buffer.ledger import Ledger
+from buffer.policy import StalenessPolicy
+
+PAYLOAD = PayloadRef(1, 0, 0)
+
+
+class Schedules(RuleBasedStateMachine):
+    """Generators, a learner and accidents in any order, on the real ledger and policy.
+
+    `trained` is this test's own account of what was trained by which version at which step.
+    """
+
+    @initialize(
+        max_staleness=st.integers(0, 4),
+        groups_per_step=st.integers(1, 5),
+        num_groups=st.integers(1, 30),
+        max_steps=st.none() | st.integers(1, 6),
+        last_batch=st.sampled_from(["train", "drop", "wrap"]),
+        data=st.data(),
+    )
+    def begin(
+        self,
+        max_staleness: int,
+        groups_per_step: int,
+        num_groups: int,
+        max_steps: int | None,
+        last_batch: Any,
+        data: st.DataObject,
+    ) -> None:
+        if last_batch == "drop":
+            num_groups = max(num_groups, groups_per_step)
+        self.bound = max_staleness
+        self.publish_every = data.draw(st.integers(1, max_staleness + 1))
+        self.policy = StalenessPolicy(
+            max_staleness=max_staleness,
+            groups_per_step=groups_per_step,
+            num_groups=num_groups,
+            max_steps=max_steps,
+            last_batch=last_batch,
+        )
+        self.ledger = Ledger(
+            self.policy,
+            group_id=lambda number: GroupId(*divmod(number, num_groups)),
+            max_attempts=3,
+            lease_timeout_s=10.0,
+        )
+        self.version = 0
+        self.serving = {"a": 0, "b": 0}
+        self.now = 0.0
+        self.sizes: list[int] = []
+
+    def in_flight(self, started: bool) -> list[Group]:
+        return [g for g in self.ledger.leased() if (g.started_at is not None) == started]
+
+    @property
+    def published(self) -> int:
+        """publish_every passes versions over; the newest goes out while the learner idles."""
+        return self.version // self.publish_every * self.publish_every
+
+    @rule(member=st.sampled_from(["a", "b"]), slots=st.integers(1, 8))
+    def lease(self, member: str, slots: int) -> None:
+        for _ in range(slots):
+            self.ledger.lease(member, serving_version=self.serving[member], now=self.now)
+
+    @rule()
+    def finish_everything(self) -> None:
+        for group in self.in_flight(started=False):
+            self.start_one(group)
+        for group in self.in_flight(started=True):
+            self.finish_one(group, filtered=False)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.in_flight(started=False))
+    def start(self, data: st.DataObject) -> None:
+        self.start_one(data.draw(st.sampled_from(self.in_flight(started=False))))
+
+    def start_one(self, group: Group) -> None:
+        version = self.serving[group.member]
+        assert group.version is not None
+        assert version >= group.version
+        assert self.ledger.started(group.id, group.attempt, version, now=self.now)
+
+    @rule(data=st.data(), filtered=st.integers(0, 3).map(lambda n: n == 0))
+    @precondition(lambda self: self.in_flight(started=True))
+    def finish(self, data: st.DataObject, filtered: bool) -> None:
+        self.finish_one(data.draw(st.sampled_from(self.in_flight(started=True))), filtered)
+
+    def finish_one(self, group: Group, filtered: bool) -> None:
+        oldest = group.version
+        assert oldest is not None
+        assert self.ledger.judge(group.id, group.attempt, oldest) == "accepted"
+        self.ledger.accept(
+            group.id,
+            group.attempt,
+            member=group.member,
+            oldest_version=oldest,
+            token_versions={oldest: 1},
+            payload=PAYLOAD,
+            filtered_because="all rewards are 0" if filtered else None,
+        )
+
+    @rule(kind=st.sampled_from(["fail", "content", "death", "delay"]), data=st.data())
+    @precondition(lambda self: self.ledger.leased())
+    def accident(self, kind: str, data: st.DataObject) -> None:
+        group = data.draw(st.sampled_from(self.ledger.leased()))
+        if kind == "death":
+            self.ledger.release_member(group.member, reason="dead")
+        elif kind == "delay":
+            self.now += data.draw(st.floats(0, 12))
+            self.ledger.expire(now=self.now)
+        else:
+            content = kind == "content"
+            self.ledger.fail(group.id, group.attempt, content=content, reason="test")
+
+    @rule(member=st.sampled_from(["a", "b"]))
+    def swap(self, member: str) -> None:
+        self.serving[member] = max(self.serving[member], self.published)
+
+    @rule()
+    @precondition(lambda self: self.policy.can_assign())
+    def assign(self) -> None:
+        step, groups = self.ledger.assign()
+        assert 1 <= len(groups) <= self.policy.groups_per_step
+        assert [group.number for group in groups] == sorted(group.number for group in groups)
+        for group in groups:
+            assert group.version is not None
+            assert step - group.version <= self.bound, f"{group} in step {step}"
+        self.sizes.append(len(groups))
+
+    @rule()
+    @precondition(lambda self: self.version < self.policy.next_step)
+    def commit(self) -> None:
+        self.version += 1
+        self.ledger.commit(self.version)
+
+    @rule(data=st.data())
+    def learner_dies(self, data: st.DataObject) -> None:
+        """It comes back from an older checkpoint and replays up to where it was."""
+        self.ledger.rewind(data.draw(st.integers(0, self.version)))
+        self.ledger.rewind(self.version)
+
+    @rule()
+    def follow_up(self) -> None:
+        self.ledger.drop_leftovers()
+
+    @invariant()
+    def rule_h_holds(self) -> None:
+        """Computed anew, from the groups themselves."""
+        if not hasattr(self, "policy"):
+            return
+        size, next_pick = self.policy.groups_per_step, sum(self.sizes)
+        groups = [self.ledger._by_number[number] for number in self.policy.outstanding]
+        deadlines = sorted(
+            self.bound + (self.version if group.version is None else group.version)
+            for group in groups
+        )
+        for place, deadline in enumerate(deadlines):
+            assert (next_pick + place) // size <= deadline
+
+    @invariant()
+    def counts_add_up(self) -> None:
+        if not hasattr(self, "policy"):
+            return
+        found = Counter(group.state for group in self.ledger._by_number.values())
+        assert found == +self.ledger.counts
+        assert found.total() == self.policy.admitted
+
+    def teardown(self) -> None:
+        """Never stuck: from wherever the accidents left it, honest work ends the run."""
+        if not hasattr(self, "policy"):
+            return
+        for _ in range(2000):
+            if self.policy.exhausted and self.version == self.policy.next_step:
+                break
+            self.work_honestly()
+        else:
+            raise AssertionError(f"stuck: {self.policy}")
+        self.check_end()
+
+    def work_honestly(self) -> None:
+        self.ledger.drop_leftovers()
+        if self.policy.can_assign():
+            self.assign()
+        elif self.version < self.policy.next_step:
+            self.commit()
+        elif started := self.in_flight(started=True):
+            self.finish_one(started[0], filtered=False)
+        elif unstarted := self.in_flight(started=False):
+            self.start_one(unstarted[0])
+        else:
+            self.swap("a")
+            self.lease("a", 1)
+
+    def check_end(self) -> None:
+        policy, counts = self.policy, self.ledger.counts
+        assert counts[State.TRAINED] == sum(self.sizes)
+        assert not any(counts[s] for s in (State.WAITING, State.LEASED, State.READY))
+        smaller = [size for size in self.sizes if size < policy.groups_per_step]
+        assert len(smaller) <= (policy.last_batch == "train")
+        if policy.next_step != policy.max_steps:
+            assert policy.admitted >= policy.num_groups
+
+
+def check(machine: type[RuleBasedStateMachine], *, examples: int, shrink: bool = True) -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=60,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            report_multiple_bugs=False,
+            phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_any_schedule_stays_within_the_bound_and_comes_to_its_end() -> None:
+    check(Schedules, examples=150)
+
+
+class SchedulesJudgedByAgeAlone(Schedules):
+    """As Schedules, but only what is trained is looked at."""
+
+    @invariant()
+    def rule_h_holds(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("machine", [Schedules, SchedulesJudgedByAgeAlone])
+def test_the_same_schedules_find_a_bound_that_is_off_by_one(
+    monkeypatch: pytest.MonkeyPatch, machine: type[RuleBasedStateMachine]
+) -> None:
+    monkeypatch.setattr(versions, "last_step", lambda version, bound: version + bound + 1)
+    with pytest.raises((AssertionError, RuntimeError), match=r"versions old|assert"):
+        check(machine, examples=150, shrink=False)
+
+
+def test_admission_stops_exactly_at_the_bound() -> None:
+    policy = StalenessPolicy(max_staleness=1, groups_per_step=3, num_groups=100)
+    while policy.can_admit():
+        policy.admit()
+    assert policy.admitted == 6
+    policy.commit(1)
+    while policy.can_admit():
+        policy.admit()
+    assert policy.admitted == 9
+
+
+def test_min_version_is_the_oldest_that_reaches_the_step_of_the_place() -> None:
+    policy = StalenessPolicy(max_staleness=1, groups_per_step=2, num_groups=100)
+    policy.commit(2)
+    numbers = [policy.admit() for _ in range(8)]
+    assert [policy.min_version(number) for number in numbers] == [0, 0, 0, 0, 1, 1, 2, 2]
+
+
+def test_only_the_head_of_the_queue_is_assigned() -> None:
+    policy = StalenessPolicy(max_staleness=0, groups_per_step=1, num_groups=2, max_steps=2)
+    policy.commit(1)
+    first, second = policy.admit(), policy.admit()
+    policy.lease(second)
+    policy.finish(second, 1)
+    assert not policy.can_assign()
+    policy.lease(first)
+    policy.finish(first, 0)
+    assert policy.assign() == (first,)
+
+
+def test_tokens_too_old_are_caught_at_assignment_with_all_numbers() -> None:
+    policy = StalenessPolicy(max_staleness=1, groups_per_step=1, num_groups=9)
+    policy.commit(5)
+    for _ in range(4):
+        number = policy.admit()
+        policy.finish(number, 5)
+        policy.assign()
+    number = policy.admit()
+    policy._places[number].version, policy._places[number].finished = 2, True
+    with pytest.raises(RuntimeError, match=r"version 2, 2 versions old in step 4; max_staleness"):
+        policy.assign()
+
+
+def test_fewer_prompts_than_a_step_are_an_error_when_the_last_batch_is_dropped() -> None:
+    with pytest.raises(ValueError, match="fewer than one step of prompts_per_step=4"):
+        StalenessPolicy(max_staleness=0, groups_per_step=4, num_groups=3, last_batch="drop")
+
+
+def test_a_filtered_last_group_ends_the_data_without_an_empty_batch() -> None:
+    policy = StalenessPolicy(max_staleness=0, groups_per_step=2, num_groups=3)
+    for _ in range(2):
+        policy.finish(policy.admit(), 0)
+    policy.assign()
+    policy.commit(1)
+    last = policy.admit()
+    before = policy.exhausted
+    policy.remove(last)
+    assert (before, policy.exhausted) == (False, True)
+    assert not policy.can_assign()
+    assert policy.next_step == 1
