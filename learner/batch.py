@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.types import Rollout, RolloutGroup
-from asyncrl.versions import staleness
 from learner.advantages import Rewards
 
 
@@ -201,14 +200,12 @@ def staleness_metrics(
 
     Asserts G1: RuntimeError when a token is older than `max_staleness` or from the future.
     """
-    ages = np.concatenate(
-        [np.zeros(0, np.int64)]
-        + [
-            staleness(step, rollout.versions[rollout.loss_mask].astype(np.int64))
-            for group in groups
-            for rollout in group.rollouts
-        ]
-    )
+    written = [
+        rollout.versions[rollout.loss_mask].astype(np.int64)
+        for group in groups
+        for rollout in group.rollouts
+    ]
+    ages = step - np.concatenate([*written, np.zeros(0, np.int64)])
     if len(ages) == 0:
         return {}
     if ages.max() > max_staleness or ages.min() < 0:

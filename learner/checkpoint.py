@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.config import Config
+from asyncrl.config.load import config_digest
 from learner.optimizer import MOMENTS, Optimizer
 from learner.policy import Policy, check_tied, fill, gather_tensor
 
@@ -37,6 +38,10 @@ log = logging.getLogger(__name__)
 _COMPLETE = "complete.json"
 _STATE = "state.json"
 _PREFIX = "version-"
+_TRAINING = (
+    *("seed", "max_staleness", "prompts_per_step", "group_size"),
+    *("model", "data", "reward", "sampling", "learner"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +55,9 @@ class State:
     config_digest: str
 
 
-def config_digest(config: Config) -> str:
+def training_digest(config: Config) -> str:
     """Hash of all that decides what is trained and how; the same digest means the same run."""
-    sections = {"seed", "max_staleness", "prompts_per_step", "group_size"}
-    sections |= {"model", "data", "reward", "sampling", "learner"}
-    values = config.model_dump(mode="json", include=sections)
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+    return config_digest(config, _TRAINING)
 
 
 def save_checkpoint(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -27,9 +29,9 @@ def token_logprobs(
     """
     chunk = max(1, chunk_logits // vocabulary)
     if len(targets) <= chunk:
-        return _chunk_logprobs(hidden, head, targets, temperatures)
+        return _from_hidden(hidden, head, targets, temperatures)
     parts = [
-        checkpoint(_chunk_logprobs, h, head, ids, t, use_reentrant=False)
+        checkpoint(_from_hidden, h, head, ids, t, use_reentrant=False)
         for h, ids, t in zip(
             hidden.split(chunk), targets.split(chunk), temperatures.split(chunk), strict=True
         )
@@ -38,13 +40,39 @@ def token_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _chunk_logprobs(
+def _from_hidden(
     hidden: Tensor, head: nn.Module, targets: Tensor, temperatures: Tensor
 ) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float() / temperatures.unsqueeze(1)
-    log_totals = logits.logsumexp(dim=1)
-    logprobs = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - log_totals
-    with torch.no_grad():
-        probabilities = (logits - log_totals.unsqueeze(1)).exp_()
-        entropies = log_totals - (probabilities * logits).sum(dim=1)
+    logprobs, entropies = _LogSoftmaxAt.apply(head(hidden), targets, temperatures)
     return logprobs, entropies
+
+
+class _LogSoftmaxAt(torch.autograd.Function):
+    """log softmax(logits / T) at one target per row, and the entropy, in float32.
+
+    By hand, because autograd would pass over the [n, vocabulary] logits three times as often:
+    d logprob / d logits = (onehot(target) - softmax) / T.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperatures: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        index = targets.unsqueeze(1)
+        log_probs = logits.float() / temperatures.unsqueeze(1)
+        log_probs -= log_probs.logsumexp(dim=1, keepdim=True)
+        probabilities = log_probs.exp()
+        entropies = -torch.linalg.vecdot(probabilities, log_probs)
+        logprobs = log_probs.gather(1, index).squeeze(1)
+        ctx.save_for_backward(probabilities, index, temperatures)
+        ctx.dtype = logits.dtype
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        probabilities, index, temperatures = ctx.saved_tensors
+        scaled = (gradients[0] / temperatures).unsqueeze(1)
+        logits = probabilities * -scaled
+        logits.scatter_add_(1, index, scaled)
+        return logits.to(ctx.dtype), None, None

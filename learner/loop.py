@@ -23,12 +23,12 @@ from asyncrl.wire import Packet, decode_group
 from learner.batch import staleness_metrics
 from learner.checkpoint import (
     State,
-    config_digest,
     list_versions,
     load_checkpoint,
     newest_checkpoint,
     prune_checkpoints,
     save_checkpoint,
+    training_digest,
 )
 from learner.clock import PhaseClock
 from learner.export import export_policy
@@ -106,13 +106,13 @@ class Learner:
         state = load_checkpoint(self.checkpoints / name.decode(), self.policy, self.optimizer)
         self.version = state.version
         log.info("going on from the checkpoint of version %d", self.version)
-        if state.config_digest != config_digest(self.config):
+        if state.config_digest != training_digest(self.config):
             log.warning("the configuration has changed since that checkpoint was written")
 
     def register(self) -> None:
         """Takes over the run; learners registered before are fenced off from now on."""
         registered = self.line.register(
-            checkpoint_version=self.version, config_digest=config_digest(self.config)
+            checkpoint_version=self.version, config_digest=training_digest(self.config)
         )
         self.inc, self.committed = registered.inc, registered.committed
         if self.committed > self.version:
@@ -182,7 +182,7 @@ class Learner:
             num_steps=self.optimizer.num_steps,
             num_updates=self.optimizer.num_updates,
             seed=self.config.seed,
-            config_digest=config_digest(self.config),
+            config_digest=training_digest(self.config),
         )
         save_checkpoint(
             self.checkpoints, self.policy, self.optimizer, state, is_lead=self.ranks.is_lead

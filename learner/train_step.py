@@ -61,14 +61,15 @@ def train_step(
 def _backward(policy: Policy, micro: MicroBatch, batch: StepBatch, config: Config) -> torch.Tensor:
     """Adds a micro-batch's gradient; returns its columns [7, n] on the host, the last its mask.
 
-    Each rank divides its own sum by the tokens of all ranks; FSDP adds the gradients up.
+    Each rank divides its own sum by the tokens of all ranks, and FSDP takes the mean over ranks.
     """
     micro = micro.to(policy.ranks.device)
     theta, entropies = policy(micro.input_ids, micro.positions, micro.targets, micro.temperatures)
     tokens = token_losses(
         theta, micro.behavior, micro.advantages, micro.loss_mask, config.learner.loss
     )
-    (tokens.losses.sum() / max(1, batch.num_loss_tokens)).backward()
+    scale = policy.ranks.size / max(1, batch.num_loss_tokens)
+    (tokens.losses.sum() * scale).backward()
     columns = [tokens.losses, tokens.log_ratios, tokens.dropped, entropies, micro.rows, theta]
     return torch.stack([c.detach().float().cpu() for c in [*columns, micro.loss_mask]])
 
