@@ -165,12 +165,6 @@ class Generator(Section):
     scripted: ScriptedOptions = ScriptedOptions()
     """Options of the scripted engine."""
 
-    @property
-    def rollouts_in_flight(self) -> int:
-        """Responses that one generator holds at once."""
-        limit = self.max_concurrent_rollouts
-        return self.vllm.max_num_seqs if limit == "auto" else limit
-
 
 class Buffer(Section):
     """The buffer process."""
@@ -423,11 +417,4 @@ class Config(Section):
                 f"weights.publish_every: {self.weights.publish_every} is more than max_staleness "
                 f"+ 1 = {self.max_staleness + 1}: generators would wait for ever for weights that "
                 "are new enough; publish more often or raise max_staleness"
-            )
-        in_flight = self.generator.rollouts_in_flight
-        if in_flight < self.group_size:
-            yield (
-                f"group_size: {self.group_size} is more than the {in_flight} responses that a "
-                "generator holds at once (generator.max_concurrent_rollouts, or "
-                "generator.vllm.max_num_seqs where that is auto): no group would ever start"
             )
