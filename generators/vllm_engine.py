@@ -61,7 +61,7 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         await self._open.wait()
-        prompt = tokens_input(prompt_ids.tolist(), cache_salt=str(self._serving))
+        prompt = tokens_input(prompt_ids.tolist(), cache_salt=self._cache_salt())
         try:
             async for output in self._llm.generate(
                 prompt, _sampling_params(sampling, seed), request_id
@@ -115,6 +115,10 @@ class VllmEngine:
         await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_S)
         self._llm = None
         gc.collect()  # its __del__ fails when it runs as late as the interpreter's own end
+
+    def _cache_salt(self) -> str:
+        """Changes with the weights: what older ones left in the prefix cache never matches."""
+        return str(self._serving)
 
     async def _rpc(self, method: str, *arguments: str) -> list[str]:
         """Calls `method` of vllm_extension.StagedWeights in every worker."""

@@ -17,6 +17,10 @@ import torch
 import vllm.v1.sample.sampler
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -32,6 +36,19 @@ def _no_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 # With each logprob vLLM counts its token's rank in the vocabulary, by a function that is compiled
 # at the first request: ten seconds, and a C++ compiler, for a number that nothing here reads.
 vllm.v1.sample.sampler.batched_count_greater_than = _no_ranks
+
+
+def _process_tied_heads(model: torch.nn.Module) -> None:
+    """Repeats for the output head what vLLM's reload does for one owner of a shared weight only.
+
+    On CPUs the head multiplies by a packed copy of its own: tied to the embedding, it would go on
+    with the old weights. Elsewhere this does nothing.
+    """
+    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    for module in embeddings:
+        tied = any(module.weight is other.weight for other in embeddings if other is not module)
+        if tied and isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def expected_tensors(model_dir: Path, dtype: str) -> dict[str, TensorSpec]:
@@ -125,5 +142,6 @@ class StagedWeights:
             initialize_layerwise_reload(model)
             model.load_weights(iter(staging.tensors.items()))
             finalize_layerwise_reload(model, self.model_config)
+            _process_tied_heads(model)
         self._staging = None
         return label
