@@ -222,19 +222,26 @@ def test_rows_can_travel_and_carry_no_object(tmp_path: Path) -> None:
     assert row["source"] == "reasoning_gym/chain_sum"
 
 
-def test_no_validation_text_is_trained_and_none_comes_twice() -> None:
-    rows = load(SUMS, val=[SUMS | {"seed": 1}, SUMS | {"seed": 2}])
-    train = {row["prompt"] for row in rows.train}
-    val = [row["prompt"] for row in rows.val]
-    assert len(val) == len(set(val)) == 600
+def test_no_validation_text_is_ever_trained_whatever_the_seeds() -> None:
+    train = {row["prompt"] for seed in range(3) for row in load(SUMS | {"seed": seed}).train}
+    val = [row["prompt"] for row in load(SUMS, val=[SUMS | {"seed": 1}]).val]
+    assert len(val) == 300
     assert not train & set(val)
 
 
+def test_training_and_validation_rows_are_equally_hard() -> None:
+    rows = load(SUMS, val=[SUMS | {"seed": 1}])
+    for side in (rows.train, rows.val):
+        share = sum(len(row["prompt"].split()[-2]) == 1 for row in side) / len(side)
+        assert 0.4 < share < 0.65
+
+
 def test_a_task_with_too_few_texts_is_refused_with_the_numbers() -> None:
-    narrow = SUMS | {"params": SUMS["params"] | {"max_digits": 1}}
-    message = refusal(narrow, val=[narrow | {"seed": 1}])
-    assert "chain_sum" in message
-    assert "300 are wanted" in message
+    one_text = {"min_value": 7, "max_value": 7}
+    narrow = {"reasoning_gym": "prime_factorization", "params": one_text, "size": 9}
+    message = refusal(narrow, val=[narrow])
+    assert "prime_factorization" in message
+    assert "9 are wanted" in message
 
 
 @pytest.mark.parametrize(

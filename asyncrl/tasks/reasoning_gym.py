@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
-from collections.abc import Iterable
 from typing import Any
 
 from reasoning_gym.factory import DATASETS, create_dataset
@@ -22,34 +22,35 @@ _EXACT = 0.99
 """Tasks give part marks below this; at or above it the answer is right."""
 
 
-def make_rows(source: ReasoningGym, *, unseen_in: Iterable[Row] | None = None) -> list[Row]:
-    """The rows of a source: `size` of them, from its seed on.
+def make_rows(source: ReasoningGym, *, held_out: bool) -> list[Row]:
+    """The rows of a source, in the order in which its seed makes them, `size` of them.
 
-    With `unseen_in` every row's text is new: in none of those rows, and in no other row. Raises
-    ValueError for an unknown task, parameters that it does not take, and a task that has too few
-    different texts.
+    A fifth of all texts of a task, chosen by their hash, is held out: training rows (`held_out`
+    False) never have such a text, validation rows always do. Both are otherwise distributed as the
+    task makes them, repetitions included. Raises ValueError for an unknown task, parameters that
+    it does not take, and a task with too few different texts for that.
     """
-    if unseen_in is None:
-        dataset = _dataset(source.reasoning_gym, source.params, source.seed, source.size)
-        return [_row(source, source.size, index, dataset) for index in range(source.size)]
-    seen = {row["prompt"] for row in unseen_in if isinstance(row["prompt"], str)}
-    num_tries = 2 * len(seen) + 20 * source.size + 1000
+    num_tries = 20 * source.size + 1000
     dataset = _dataset(source.reasoning_gym, source.params, source.seed, num_tries)
     rows: list[Row] = []
     for index in range(num_tries):
         if len(rows) == source.size:
-            break
+            return rows
         row = _row(source, num_tries, index, dataset)
-        if row["prompt"] not in seen:
-            seen.add(row["prompt"])
+        if is_held_out(row["prompt"]) == held_out:
             rows.append(row)
-    if len(rows) < source.size:
-        raise ValueError(
-            f"data.val_files: {source.reasoning_gym} with {source.params} gave only {len(rows)} "
-            f"texts in {num_tries} tries that are not in the training rows, {source.size} are "
-            "wanted: ask for fewer, or make the task wider"
-        )
-    return rows
+    side = "held out" if held_out else "to be trained"
+    raise ValueError(
+        f"reasoning-gym task {source.reasoning_gym} with {source.params} gave only {len(rows)} "
+        f"rows {side} in {num_tries} tries, {source.size} are wanted: a fifth of the texts, by "
+        "hash, is for evaluation alone. Make the task wider"
+    )
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a text belongs to the fifth that is never trained, in any run with any seed."""
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % 5 == 0
 
 
 def score(

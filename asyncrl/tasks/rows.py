@@ -27,18 +27,18 @@ class Rows:
 def load_rows(config: Config) -> Rows:
     """Reads and checks all data of a run. Raises ValueError that names file, row and field.
 
-    Validation rows from reasoning-gym never have a text that stands in the training rows;
-    validation files are used as they are.
+    No text is both trained and evaluated where both come from reasoning-gym; files are used as
+    they are.
     """
     data = config.data
-    train = _load(data.train_files, data.keys, "data.train_files", unseen_in=None)
+    train = _load(data.train_files, data.keys, "data.train_files", held_out=False)
     if data.last_batch == "drop" and len(train) < config.prompts_per_step:
         raise ValueError(
             f"data.train_files: {len(train)} rows do not fill one step of prompts_per_step "
             f"{config.prompts_per_step}, and data.last_batch 'drop' would train none of them: use "
             "'train' or 'wrap', or a smaller prompts_per_step"
         )
-    val = _load(data.val_files, data.keys, "data.val_files", unseen_in=train)
+    val = _load(data.val_files, data.keys, "data.val_files", held_out=True)
     return Rows(train, val)
 
 
@@ -51,7 +51,7 @@ def data_fingerprint(rows: Iterable[Row]) -> str:
 
 
 def _load(
-    sources: list[str | ReasoningGym], keys: DataKeys, name: str, *, unseen_in: list[Row] | None
+    sources: list[str | ReasoningGym], keys: DataKeys, name: str, *, held_out: bool
 ) -> list[Row]:
     rows: list[Row] = []
     problems: list[str] = []
@@ -59,10 +59,8 @@ def _load(
         if isinstance(source, str):
             good, bad = read_rows(source, keys)
             rows, problems = rows + good, problems + bad
-        elif unseen_in is None:
-            rows += make_rows(source)
         else:
-            rows += make_rows(source, unseen_in=[*unseen_in, *rows])
+            rows += make_rows(source, held_out=held_out)
     if problems:
         more = len(problems) - _NUM_SHOWN
         tail = [f"and {more} more"] if more > 0 else []
