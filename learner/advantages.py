@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Literal
 
 Rewards = list[float | None]
@@ -16,7 +17,7 @@ GROUP_STD_EPSILON = 1e-6
 
 
 def compute_advantages(
-    rewards: list[Rewards], *, std: Literal["group", "batch", "none"]
+    rewards: Sequence[Sequence[float | None]], *, std: Literal["group", "batch", "none"]
 ) -> list[Rewards]:
     """Advantages of all groups of one step, in the shape of `rewards`; unscored stays None.
 
@@ -38,14 +39,14 @@ def compute_advantages(
     ]
 
 
-def _centre(group: Rewards) -> Rewards:
+def _centre(group: Sequence[float | None]) -> Rewards:
     if _is_trivial(group):
         return [None if reward is None else 0.0 for reward in group]
     mean = statistics.fmean(_scored(group))
     return [None if reward is None else reward - mean for reward in group]
 
 
-def _is_trivial(group: Rewards) -> bool:
+def _is_trivial(group: Sequence[float | None]) -> bool:
     scored = _scored(group)
     return not scored or max(scored) - min(scored) <= TRIVIAL
 
@@ -63,5 +64,5 @@ def _divide(group: Rewards, scale: float) -> Rewards:
     return [None if value is None else value / scale for value in group]
 
 
-def _scored(group: Rewards) -> list[float]:
+def _scored(group: Sequence[float | None]) -> list[float]:
     return [value for value in group if value is not None]

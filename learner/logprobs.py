@@ -58,21 +58,20 @@ class _LogSoftmaxAt(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperatures: Tensor
     ) -> tuple[Tensor, Tensor]:
-        index = targets.unsqueeze(1)
         log_probs = logits.float() / temperatures.unsqueeze(1)
         log_probs -= log_probs.logsumexp(dim=1, keepdim=True)
         probabilities = log_probs.exp()
         entropies = -torch.linalg.vecdot(probabilities, log_probs)
-        logprobs = log_probs.gather(1, index).squeeze(1)
-        ctx.save_for_backward(probabilities, index, temperatures)
+        logprobs = log_probs[torch.arange(len(targets), device=targets.device), targets]
+        ctx.save_for_backward(probabilities, targets, temperatures)
         ctx.dtype = logits.dtype
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        probabilities, index, temperatures = ctx.saved_tensors
+        probabilities, targets, temperatures = ctx.saved_tensors
         scaled = (gradients[0] / temperatures).unsqueeze(1)
         logits = probabilities * -scaled
-        logits.scatter_add_(1, index, scaled)
+        logits.scatter_add_(1, targets.unsqueeze(1), scaled)
         return logits.to(ctx.dtype), None, None

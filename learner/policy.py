@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import Config
 from asyncrl.config.schema import Model
@@ -99,6 +100,7 @@ def _load_model(config: Model, device: torch.device) -> Any:
     attention = config.attention
     if attention == "auto":
         attention = "sdpa" if device.type == "cuda" else "eager"
+    disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(
             config.path, dtype=torch.float32, attn_implementation=attention

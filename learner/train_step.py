@@ -26,7 +26,6 @@ def train_step(
 ) -> dict[str, float]:
     """Trains one batch; every rank calls it with the same groups and gets the same metrics."""
     clock = clock or PhaseClock()
-    ranks = policy.ranks
     clock.enter("prepare")
     rewards = [group.rewards for group in groups]
     advantages = compute_advantages(rewards, std=config.learner.advantage.std)
@@ -34,13 +33,11 @@ def train_step(
         groups,
         advantages,
         max_tokens=config.learner.max_tokens_per_microbatch,
-        num_ranks=ranks.size,
+        num_ranks=policy.ranks.size,
     )
 
     clock.enter("forward_backward")
-    columns = [_backward(policy, m, batch, config) for m in batch.by_rank[ranks.rank]]
-    everyone = ranks.gather_columns(torch.cat(columns, dim=1), batch.tokens_by_rank())
-    metrics = token_metrics(everyone[:-1, everyone[-1] > 0])
+    metrics = token_metrics(accumulate_gradients(policy, batch, config))
 
     clock.enter("optimizer")
     result = optimizer.step(loss=metrics.get("loss", 0.0))
@@ -56,6 +53,14 @@ def train_step(
         "train/num_microbatches": float(len(batch.by_rank[0])),
         **_batch_metrics(groups, advantages),
     }
+
+
+def accumulate_gradients(policy: Policy, batch: StepBatch, config: Config) -> torch.Tensor:
+    """Adds the gradient of the whole step; returns token_metrics' columns of all ranks' tokens."""
+    ranks = policy.ranks
+    columns = [_backward(policy, m, batch, config) for m in batch.by_rank[ranks.rank]]
+    everyone = ranks.gather_columns(torch.cat(columns, dim=1), batch.tokens_by_rank())
+    return everyone[:-1, everyone[-1] > 0]
 
 
 def _backward(policy: Policy, micro: MicroBatch, batch: StepBatch, config: Config) -> torch.Tensor:
