@@ -175,7 +175,7 @@ class Journal:
         self._file: IO[bytes] | None = None
         self._file_segment = 0
         self._queue: queue.SimpleQueue[_Payload | _Write | _Retain | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
+        self._error: OSError | sqlite3.Error | None = None
         self._writer = threading.Thread(target=self._write_for_ever, name="journal", daemon=True)
         self._writer.start()
 
@@ -255,7 +255,7 @@ class Journal:
         waiting = [item.done for item in items if not isinstance(item, _Payload)]
         try:
             if self._error is not None:
-                raise RuntimeError(f"the journal failed before: {self._error}")
+                raise self._error
             for item in items:
                 if isinstance(item, _Payload):
                     self._append_bytes(item)
@@ -267,13 +267,15 @@ class Journal:
             for item in items:
                 if isinstance(item, _Retain):
                     self._delete_segments(item)
-        except (OSError, sqlite3.Error, RuntimeError) as error:
-            self._error = self._error or error
-            for done in waiting:
-                done.set_exception(error)
-            return
+        except (OSError, sqlite3.Error) as error:
+            self._error = error
         for done in waiting:
-            done.set_result(None)
+            if not done.set_running_or_notify_cancel():
+                continue  # nobody waits for it any more; what it asked for is done all the same
+            if self._error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(self._error)
 
     def _append_bytes(self, payload: _Payload) -> None:
         if self._file is None or self._file_segment != payload.ref.segment:

@@ -94,7 +94,6 @@ class Members:
         ]
         for member in dead:
             member.alive, member.state = False, "dead"
-            self._by_peer = {p: m for p, m in self._by_peer.items() if m is not member}
         return dead
 
     def excuse(self, *, now: float) -> None:

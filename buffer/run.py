@@ -13,20 +13,17 @@ from asyncrl.journal import Change, EvalRow, Journal, StepRow
 from asyncrl.messages import (
     Commit,
     End,
-    Failed,
     Heartbeat,
-    Lease,
-    LeaseRequest,
     Record,
     Refused,
+    Register,
     Started,
     Submit,
     Verdict,
 )
 from asyncrl.types import GroupId, Row
-from asyncrl.wire import WireError, decode_group
-from buffer.arrivals import Arrival, fault, summarize
 from buffer.evaluation import Evaluations
+from buffer.generation import Generation
 from buffer.groups import FATES, Group
 from buffer.ledger import Ledger
 from buffer.members import Member, Members
@@ -36,6 +33,10 @@ from buffer.reports import Tally, status_values, waiting_text
 from buffer.training import Training
 
 log = logging.getLogger(__name__)
+
+
+RETURN_S = 120.0
+"""How long a restarted buffer whose steps are all trained waits for the learner to come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Run:
     ) -> None:
         """Goes on where the journal ends. ValueError when data or B differ from the journal's."""
         self.config = config
+        self.began_at = now
         self.journal = journal
         self.end: End | None = None
         self.prompts = Prompts(
@@ -86,6 +88,14 @@ class Run:
             val, temperature=config.eval.temperature, timeout_s=config.eval.timeout_s
         )
         self.tally = Tally()
+        self.generation = Generation(
+            config,
+            ledger=self.ledger,
+            evaluations=self.evaluations,
+            prompts=self.prompts,
+            tally=self.tally,
+            journal=journal,
+        )
         self._meta: dict[str, str] = {}
         self._num_evals_saved = 0
         self._asked_at: dict[int, float] = {}
@@ -98,59 +108,27 @@ class Run:
         new_results = len(self.evaluations.results) > self._num_evals_saved
         return self.ledger.is_changed or new_results
 
-    def lease(self, member: Member, request: LeaseRequest, *, now: float) -> list[Lease]:
-        """Up to request.slots leases for a generator: evaluations first, then training."""
-        leases: list[Lease] = []
-        serving = request.weights.version
-        while len(leases) < request.slots:
-            lease = self._eval_lease(member, serving, now) or self._train_lease(
-                member, serving, now
-            )
-            if lease is None:
-                break
-            leases.append(lease)
-        return leases
-
     def started(self, message: Started, *, now: float) -> None:
-        id = GroupId(*message.group)
-        if message.kind == "train" and message.version <= self.training.newest_version:
-            self.ledger.started(id, message.attempt, message.version, now=now)
+        self.generation.started(message, newest=self.training.newest_version, now=now)
 
     def submit(
         self, member: Member, message: Submit, frames: Sequence[bytes], *, now: float
     ) -> Verdict:
-        """Takes a finished group, if it is valid, the first, and young enough."""
-        is_eval = message.kind == "eval"
-        config = self.config
-        try:
-            if len(frames) != 1:
-                raise WireError(f"{len(frames)} frames with one group")
-            group = decode_group(frames[0])
-        except WireError as error:
-            return self._invalid(message, str(error), now)
-        problem = fault(
-            group,
-            message,
-            max_rollouts=config.eval.samples if is_eval else config.group_size,
-            max_length=config.data.max_response_length,
-            newest=self.training.newest_version,
-        )
-        if problem is not None:
-            return self._invalid(message, problem, now)
-        if is_eval:
-            return self._submit_eval(message, summarize(group), now)
-        return self._submit_train(member, message, summarize(group), frames[0], now)
-
-    def failed(self, message: Failed, *, now: float) -> Verdict:
-        """A generator gives a lease back."""
-        return Verdict(
-            verdict=self._fail(message, message.reason, content=message.content, now=now)
-        )
+        newest = self.training.newest_version
+        return self.generation.submit(member, message, frames, newest=newest, now=now)
 
     def heartbeat(self, member: Member, beat: Heartbeat, *, now: float) -> None:
         self.members.heartbeat(member, beat, now=now)
         held = [(GroupId(*lease[:2]), lease[2]) for lease in beat.held if len(lease) == 3]
         self.ledger.reconcile(member.name, held, now=now)
+
+    def register(self, message: Register, member: Member) -> Refused | None:
+        """A learner takes over. One that has to catch up after the end is waited for again."""
+        refused = self.training.register(message, member=member.name)
+        behind = self.training.position < self.ledger.policy.next_step
+        if refused is None and behind and self.end is not None and not self.end.failed:
+            self.end = None
+        return refused
 
     def commit(self, message: Commit, *, now: float) -> Refused | None:
         before = self.training.committed
@@ -225,7 +203,7 @@ class Run:
             self._finish(self.tally.why_useless(), failed=True)
         elif policy.exhausted and policy.next_step == 0:
             self._finish(f"the data gave no step: {self.tally.why_useless()}", failed=True)
-        elif policy.exhausted and self.training.position == policy.next_step:
+        elif policy.exhausted and self._is_trained(now):
             self.evaluations.due(policy.next_step, now=now)
             if self.evaluations.idle:
                 self._finish(self._why_over(), failed=False)
@@ -269,6 +247,7 @@ class Run:
 
     def _restore(self, now: float) -> None:
         stored = self.journal.stored
+        self.is_resumed = bool(stored.groups)
         self._check_same_run(stored.meta)
         self.ledger.restore(
             stored.groups,
@@ -310,86 +289,6 @@ class Run:
         self._meta = meta
         return changed
 
-    def _eval_lease(self, member: Member, serving: int, now: float) -> Lease | None:
-        granted = self.evaluations.lease(member.name, serving_version=serving, now=now)
-        if granted is None:
-            return None
-        return Lease(
-            kind="eval",
-            group=[granted.version, granted.index],
-            attempt=granted.attempt,
-            seed_k=granted.failures,
-            row=self.evaluations.rows[granted.index],
-            num_rollouts=self.config.eval.samples,
-            temperature=self.config.eval.temperature,
-            min_version=granted.version,
-            timeout_s=granted.timeout_s,
-        )
-
-    def _train_lease(self, member: Member, serving: int, now: float) -> Lease | None:
-        group = self.ledger.lease(member.name, serving_version=serving, now=now)
-        if group is None or group.version is None:
-            return None
-        return Lease(
-            kind="train",
-            group=list(group.id),
-            attempt=group.attempt,
-            seed_k=group.seed_k,
-            row=self.prompts.row(group.id),
-            num_rollouts=self.config.group_size,
-            temperature=self.config.sampling.temperature,
-            min_version=group.version,
-            timeout_s=self.config.buffer.lease_timeout_s,
-        )
-
-    def _submit_train(
-        self, member: Member, message: Submit, arrival: Arrival, frame: bytes, now: float
-    ) -> Verdict:
-        id, attempt = GroupId(*message.group), message.attempt
-        judgement = self.ledger.judge(id, attempt, arrival.oldest_version)
-        if judgement == "stale":
-            self._fail(message, "its oldest token is too old", content=False, now=now)
-        if judgement != "accepted":
-            return Verdict(verdict=judgement)
-        reason = arrival.useless_because if self.config.buffer.zero_variance == "refill" else None
-        self.ledger.accept(
-            id,
-            attempt,
-            member=member.name,
-            oldest_version=arrival.oldest_version,
-            token_versions=arrival.token_versions,
-            payload=self.journal.append(frame),
-            filtered_because=reason,
-        )
-        self.tally.arrived(arrival, filtered=reason is not None)
-        if reason is not None:
-            return Verdict(verdict="filtered", reason=reason)
-        return Verdict(verdict="accepted")
-
-    def _submit_eval(self, message: Submit, arrival: Arrival, now: float) -> Verdict:
-        version, index = message.group
-        outcome = self.evaluations.judge(version, index, message.attempt, arrival.oldest_version)
-        if outcome == "stale":
-            self.evaluations.fail(version, index, message.attempt, now=now)
-        if outcome == "accepted":
-            self.evaluations.accept(index, arrival, now=now)
-        return Verdict(verdict=outcome)
-
-    def _invalid(self, message: Submit, problem: str, now: float) -> Verdict:
-        log.warning("%s group %s is invalid: %s", message.kind, message.group, problem)
-        self._fail(message, problem, content=True, now=now)
-        return Verdict(verdict="invalid", reason=problem)
-
-    def _fail(self, message: Submit | Failed, reason: str, *, content: bool, now: float) -> Any:
-        if message.kind == "eval":
-            version, index = message.group
-            return self.evaluations.fail(version, index, message.attempt, now=now)
-        id = GroupId(*message.group)
-        judgement = self.ledger.fail(id, message.attempt, content=content, reason=reason)
-        if judgement == "accepted":
-            self.tally.failed(f"group {id}: {reason}")
-        return judgement
-
     def _assign(self, now: float) -> None:
         step, groups = self.ledger.assign()
         waited_s = now - self._asked_at[step]
@@ -406,6 +305,12 @@ class Run:
             *(values["reward_mean"], values["num_filtered"], waited_s),
         )
         self._waited_for = ""
+
+    def _is_trained(self, now: float) -> bool:
+        """The current learner has trained every step. After a restart it has to say so first: it
+        may come back from an earlier checkpoint."""
+        here = self.training.is_present or now - self.began_at > RETURN_S
+        return here and self.training.position == self.ledger.policy.next_step
 
     def _why_over(self) -> str:
         steps, config = self.ledger.policy.next_step, self.config

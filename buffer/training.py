@@ -34,6 +34,7 @@ class Training:
         self.metrics: dict[str, float] = {}
         """What the learner said with its last commit."""
         self._ledger = ledger
+        self._is_present = False
         self.owner = meta.get("owner", "")
         """Member that is the current learner."""
         self._digest = meta.get("config_digest", "")
@@ -49,9 +50,15 @@ class Training:
         """Highest version ever committed, by any life of the learner."""
         return self._ledger.policy.committed
 
+    @property
+    def is_present(self) -> bool:
+        """Whether the current learner has been heard since this buffer started."""
+        return self._is_present
+
     def fenced(self, inc: int) -> Refused | None:
         """The refusal for a message of another life of the learner than the current one."""
         if inc == self.inc:
+            self._is_present = True
             return None
         if inc < self.inc:
             return Refused(
@@ -66,6 +73,7 @@ class Training:
         problem = self._why_not_from(version)
         if problem is not None:
             return Refused(code="invalid", reason=problem)
+        self._is_present = True
         if member == self.owner and version == self.position:
             return None
         if self._digest and message.config_digest != self._digest:

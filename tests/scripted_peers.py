@@ -129,6 +129,7 @@ class Generator(Peer):
         self.serving = WeightId(0, 0)
         self.reward_of = reward_of
         self.verdicts: list[Verdict] = []
+        self.held: list[list[int]] = []
 
     async def lease(self, slots: int = 1) -> list[Lease]:
         request = LeaseRequest(slots=slots, serving=list(self.serving))
@@ -174,15 +175,27 @@ class Generator(Peer):
         return reply
 
     async def work(self, *, slots: int = 2) -> None:
-        """Generates until the run is done."""
-        while not (await self.beat()).done:
-            request = LeaseRequest(slots=slots, serving=list(self.serving))
-            reply = await self.ask(request)
-            if reply.done:
-                return
-            for lease in reply.leases:
-                await self.start(lease)
-                await self.submit(lease)
+        """Generates until the run is done, with heartbeats beside it."""
+        beats = asyncio.create_task(self.beat_for_ever())
+        try:
+            while True:
+                request = LeaseRequest(slots=slots, serving=list(self.serving))
+                reply = await self.ask(request)
+                if reply.done:
+                    return
+                self.held = [[*lease.group, lease.attempt] for lease in reply.leases]
+                for lease in reply.leases:
+                    await self.start(lease)
+                    await self.submit(lease)
+                self.held = []
+                await self.beat()
+        finally:
+            beats.cancel()
+
+    async def beat_for_ever(self) -> None:
+        while True:
+            await self.beat(held=self.held)
+            await asyncio.sleep(0.1)
 
 
 class Learner(Peer):

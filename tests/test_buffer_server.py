@@ -351,7 +351,9 @@ def test_registration_is_refused_when_batches_are_gone_or_the_checkpoint_is_ahea
             await learner.ask(Checkpointed(inc=1, versions=[3, 5]))
             worker.cancel()
             other = here.learner("learner-1")
-            with pytest.raises(RefusedError, match="deleted: resume from a checkpoint of version 3"):
+            with pytest.raises(
+                RefusedError, match="deleted: resume from a checkpoint of version 3"
+            ):
                 await other.register(2)
             with pytest.raises(RefusedError, match="another run"):
                 await other.register(7)

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from asyncrl import versions
-from asyncrl.journal import PayloadRef
+from asyncrl.journal import GroupRow, PayloadRef
 from asyncrl.types import GroupId
 from buffer.groups import Group, State
 from buffer.ledger import Ledger
@@ -61,16 +61,21 @@ class Schedules(RuleBasedStateMachine):
             max_steps=max_steps,
             last_batch=last_batch,
         )
-        self.ledger = Ledger(
+        self.ledger = self.new_ledger()
+        self.journal: dict[int, GroupRow] = {}
+        self.version = 0
+        self.serving = {"a": 0, "b": 0}
+        self.now = 0.0
+        self.sizes: list[int] = []
+
+    def new_ledger(self) -> Ledger:
+        num_groups = self.policy.num_groups
+        return Ledger(
             self.policy,
             group_id=lambda number: GroupId(*divmod(number, num_groups)),
             max_attempts=3,
             lease_timeout_s=10.0,
         )
-        self.version = 0
-        self.serving = {"a": 0, "b": 0}
-        self.now = 0.0
-        self.sizes: list[int] = []
 
     def in_flight(self, started: bool) -> list[Group]:
         return [g for g in self.ledger.leased() if (g.started_at is not None) == started]
@@ -161,6 +166,26 @@ class Schedules(RuleBasedStateMachine):
         """It comes back from an older checkpoint and replays up to where it was."""
         self.ledger.rewind(data.draw(st.integers(0, self.version)))
         self.ledger.rewind(self.version)
+
+    @rule()
+    def buffer_restarts(self) -> None:
+        """Everything is read back from rows."""
+        before, states = self.policy, self.ledger.counts
+        self.journal |= {row.number: row for row in self.ledger.take_rows()}
+        self.policy = StalenessPolicy(
+            max_staleness=before.max_staleness,
+            groups_per_step=before.groups_per_step,
+            num_groups=before.num_groups,
+            max_steps=before.max_steps,
+            last_batch=before.last_batch,
+        )
+        self.ledger = self.new_ledger()
+        rows = [self.journal[number] for number in sorted(self.journal)]
+        self.ledger.restore(rows, committed=self.version, steps=before.next_step, now=self.now)
+        assert +self.ledger.counts == +states
+        assert self.policy.outstanding == before.outstanding
+        assert self.policy.deadlines() == before.deadlines()
+        assert self.policy.exhausted == before.exhausted
 
     @rule()
     def follow_up(self) -> None:

@@ -1,0 +1,52 @@
+"""After a change: follow it up, wake what waits for it, and wait until it is on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from asyncrl.transport import Reply
+from asyncrl.wire import Packet
+from buffer.members import Member
+from buffer.run import Run
+
+Found = TypeVar("Found")
+Handler = Callable[[Member, Packet, Any], Awaitable[Reply]]
+"""Answers one kind of request: (who asks, the packet, its message) -> reply."""
+
+
+class Changes:
+    """Requests that wait sleep in `until`; requests that change something end with `save`."""
+
+    def __init__(self, run: Run, *, max_wait_s: float) -> None:
+        self._run = run
+        self._max_wait_s = max_wait_s
+        self._changed = asyncio.Event()
+
+    async def save(self) -> None:
+        """Follows up a change, wakes what waits for it, and waits until it is on disk."""
+        self._run.advance(now=time.monotonic())
+        saved = self._run.save()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        await asyncio.wrap_future(saved)
+
+    async def until(self, look: Callable[[float], Found | None]) -> Found | None:
+        """What `look` finds, tried after each change; None after max_wait_s."""
+        ends = time.monotonic() + self._max_wait_s
+        while True:
+            changed = self._changed
+            found = look(time.monotonic())
+            left = ends - time.monotonic()
+            if found is not None or left <= 0:
+                return found
+            await wait_for(changed, left)
+
+
+async def wait_for(event: asyncio.Event, timeout_s: float) -> None:
+    """Until `event` is set, `timeout_s` at most."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)

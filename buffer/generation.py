@@ -1,0 +1,183 @@
+"""The generators' side of the buffer: leases out, finished groups in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from asyncrl.config import Config
+from asyncrl.journal import Journal
+from asyncrl.messages import Failed, Lease, LeaseRequest, Started, Submit, Verdict
+from asyncrl.types import GroupId
+from asyncrl.wire import WireError, decode_group
+from buffer.arrivals import Arrival, fault, summarize
+from buffer.evaluation import Evaluations
+from buffer.ledger import Judgement, Ledger
+from buffer.members import Member
+from buffer.prompts import Prompts
+from buffer.reports import Tally
+
+log = logging.getLogger(__name__)
+
+
+class Generation:
+    """Leases and submissions of both kinds. Methods take the time of a monotonic clock.
+
+    `newest` is the newest published version: no token can be newer.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        ledger: Ledger,
+        evaluations: Evaluations,
+        prompts: Prompts,
+        tally: Tally,
+        journal: Journal,
+    ) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._evaluations = evaluations
+        self._prompts = prompts
+        self._tally = tally
+        self._journal = journal
+
+    def lease(self, member: Member, request: LeaseRequest, *, now: float) -> list[Lease]:
+        """Up to request.slots leases for a generator: evaluations first, then training.
+
+        It may have said, since it asked, that it serves newer weights.
+        """
+        leases: list[Lease] = []
+        serving = max(request.weights, member.serving).version
+        while len(leases) < request.slots:
+            lease = self._eval_lease(member, serving, now) or self._train_lease(
+                member, serving, now
+            )
+            if lease is None:
+                break
+            leases.append(lease)
+        return leases
+
+    def started(self, message: Started, *, newest: int, now: float) -> None:
+        id = GroupId(*message.group)
+        if message.kind == "train" and message.version <= newest:
+            self._ledger.started(id, message.attempt, message.version, now=now)
+
+    def submit(
+        self,
+        member: Member,
+        message: Submit,
+        frames: Sequence[bytes],
+        *,
+        newest: int,
+        now: float,
+    ) -> Verdict:
+        """Takes a finished group, if it is valid, the first, and young enough."""
+        is_eval, config = message.kind == "eval", self._config
+        try:
+            if len(frames) != 1:
+                raise WireError(f"{len(frames)} frames with one group")
+            group = decode_group(frames[0])
+        except WireError as error:
+            return self._invalid(message, str(error), now)
+        problem = fault(
+            group,
+            message,
+            max_rollouts=config.eval.samples if is_eval else config.group_size,
+            max_length=config.data.max_response_length,
+            newest=newest,
+        )
+        if problem is not None:
+            return self._invalid(message, problem, now)
+        if is_eval:
+            return self._submit_eval(message, summarize(group), now)
+        return self._submit_train(member, message, summarize(group), frames[0], now)
+
+    def failed(self, message: Failed, *, now: float) -> Verdict:
+        """A generator gives a lease back."""
+        return Verdict(
+            verdict=self._fail(message, message.reason, content=message.content, now=now)
+        )
+
+    def _eval_lease(self, member: Member, serving: int, now: float) -> Lease | None:
+        granted = self._evaluations.lease(member.name, serving_version=serving, now=now)
+        if granted is None:
+            return None
+        return Lease(
+            kind="eval",
+            group=[granted.version, granted.index],
+            attempt=granted.attempt,
+            seed_k=granted.failures,
+            row=self._evaluations.rows[granted.index],
+            num_rollouts=self._config.eval.samples,
+            temperature=self._config.eval.temperature,
+            min_version=granted.version,
+            timeout_s=granted.timeout_s,
+        )
+
+    def _train_lease(self, member: Member, serving: int, now: float) -> Lease | None:
+        group = self._ledger.lease(member.name, serving_version=serving, now=now)
+        if group is None or group.version is None:
+            return None
+        return Lease(
+            kind="train",
+            group=list(group.id),
+            attempt=group.attempt,
+            seed_k=group.seed_k,
+            row=self._prompts.row(group.id),
+            num_rollouts=self._config.group_size,
+            temperature=self._config.sampling.temperature,
+            min_version=group.version,
+            timeout_s=self._config.buffer.lease_timeout_s,
+        )
+
+    def _submit_train(
+        self, member: Member, message: Submit, arrival: Arrival, frame: bytes, now: float
+    ) -> Verdict:
+        id, attempt = GroupId(*message.group), message.attempt
+        judgement = self._ledger.judge(id, attempt, arrival.oldest_version)
+        if judgement == "stale":
+            self._fail(message, "its oldest token is too old", content=False, now=now)
+        if judgement != "accepted":
+            return Verdict(verdict=judgement)
+        reason = arrival.useless_because if self._config.buffer.zero_variance == "refill" else None
+        self._ledger.accept(
+            id,
+            attempt,
+            member=member.name,
+            oldest_version=arrival.oldest_version,
+            token_versions=arrival.token_versions,
+            payload=self._journal.append(frame),
+            filtered_because=reason,
+        )
+        self._tally.arrived(arrival, filtered=reason is not None)
+        if reason is not None:
+            return Verdict(verdict="filtered", reason=reason)
+        return Verdict(verdict="accepted")
+
+    def _submit_eval(self, message: Submit, arrival: Arrival, now: float) -> Verdict:
+        version, index = message.group
+        outcome = self._evaluations.judge(version, index, message.attempt, arrival.oldest_version)
+        if outcome == "stale":
+            self._evaluations.fail(version, index, message.attempt, now=now)
+        if outcome == "accepted":
+            self._evaluations.accept(index, arrival, now=now)
+        return Verdict(verdict=outcome)
+
+    def _invalid(self, message: Submit, problem: str, now: float) -> Verdict:
+        log.warning("%s group %s is invalid: %s", message.kind, message.group, problem)
+        self._fail(message, problem, content=True, now=now)
+        return Verdict(verdict="invalid", reason=problem)
+
+    def _fail(
+        self, message: Submit | Failed, reason: str, *, content: bool, now: float
+    ) -> Judgement:
+        if message.kind == "eval":
+            version, index = message.group
+            return self._evaluations.fail(version, index, message.attempt, now=now)
+        id = GroupId(*message.group)
+        judgement = self._ledger.fail(id, message.attempt, content=content, reason=reason)
+        if judgement == "accepted":
+            self._tally.failed(f"group {id}: {reason}")
+        return judgement

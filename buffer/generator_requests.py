@@ -1,0 +1,110 @@
+"""What generators ask."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+from asyncrl.messages import (
+    Beat,
+    Failed,
+    Heartbeat,
+    LeaseRequest,
+    Leases,
+    Message,
+    Started,
+    Submit,
+    WatchWeights,
+    Weights,
+)
+from asyncrl.types import WeightId
+from asyncrl.wire import Packet
+from buffer.changes import Changes, Handler
+from buffer.members import Member
+from buffer.run import Run
+
+log = logging.getLogger(__name__)
+
+
+class GeneratorRequests:
+    """One method for each request of a generator, in `handlers`."""
+
+    def __init__(self, run: Run, changes: Changes) -> None:
+        self._run = run
+        self._changes = changes
+        self._lease_replies: dict[str, tuple[int, Leases | None]] = {}
+        """By generator: number of its last lease request, and what it was given."""
+        self.handlers: Mapping[type[Message], Handler] = {
+            LeaseRequest: self._lease,
+            Started: self._started,
+            Submit: self._submit,
+            Failed: self._failed,
+            Heartbeat: self._heartbeat,
+            WatchWeights: self._watch_weights,
+        }
+
+    async def _lease(self, member: Member, packet: Packet, request: LeaseRequest) -> Leases:
+        """A later request of the same generator ends the wait of the one before, and the same
+        request sent again gets the same leases."""
+        id, answered = self._lease_replies.get(member.name, (0, None))
+        if id == packet.id and answered is not None:
+            return answered
+        self._lease_replies[member.name] = (packet.id, None)
+
+        def look(now: float) -> Leases | None:
+            id, answered = self._lease_replies[member.name]
+            if id != packet.id:
+                return Leases(leases=[])
+            if answered is not None:
+                return answered
+            if self._run.end is not None:
+                member.heard_end = True
+                return Leases(leases=[], done=True)
+            leases = self._run.generation.lease(member, request, now=now)
+            if not leases:
+                return None
+            self._lease_replies[member.name] = (packet.id, Leases(leases=leases))
+            return self._lease_replies[member.name][1]
+
+        found = await self._changes.until(look)
+        if found is None or not found.leases:
+            return found or Leases(leases=[])
+        await self._changes.save()
+        return found
+
+    async def _started(self, member: Member, packet: Packet, message: Started) -> None:
+        self._run.started(message, now=time.monotonic())
+        await self._changes.save()
+
+    async def _submit(self, member: Member, packet: Packet, message: Submit) -> Message:
+        verdict = self._run.submit(member, message, packet.frames, now=time.monotonic())
+        await self._changes.save()
+        return verdict
+
+    async def _failed(self, member: Member, packet: Packet, message: Failed) -> Message:
+        log.warning("%s: group %s failed: %s", member.name, message.group, message.reason)
+        verdict = self._run.generation.failed(message, now=time.monotonic())
+        await self._changes.save()
+        return verdict
+
+    async def _heartbeat(self, member: Member, packet: Packet, beat: Heartbeat) -> Message:
+        before = member.serving
+        self._run.heartbeat(member, beat, now=time.monotonic())
+        if self._run.is_changed or member.serving != before:
+            await self._changes.save()
+        done = self._run.end is not None
+        member.heard_end = member.heard_end or done
+        newest = self._run.training.newest
+        return Beat(inc=newest.inc, version=newest.version, done=done)
+
+    async def _watch_weights(self, member: Member, packet: Packet, watch: WatchWeights) -> Message:
+        def look(now: float) -> Weights | None:
+            newest = self._run.training.newest
+            if WeightId(newest.inc, newest.version) <= WeightId(*watch.have):
+                return None
+            return Weights(inc=newest.inc, version=newest.version, location=newest.location)
+
+        found = await self._changes.until(look)
+        newest = self._run.training.newest
+        return found or Weights(inc=newest.inc, version=newest.version, location=newest.location)

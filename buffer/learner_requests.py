@@ -1,0 +1,129 @@
+"""What the learner asks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+
+from asyncrl import transport
+from asyncrl.messages import (
+    Batch,
+    Checkpointed,
+    Commit,
+    End,
+    Fetch,
+    Message,
+    Ok,
+    Published,
+    Record,
+    Refused,
+    Register,
+    Registered,
+    Waiting,
+)
+from asyncrl.wire import Packet
+from buffer.changes import Changes, Handler
+from buffer.members import Member
+from buffer.records import RecordMail
+from buffer.run import AssignedBatch, Run
+
+log = logging.getLogger(__name__)
+
+SAY_WAITING_S = 30.0
+"""A wait for a batch that lasts longer than this is said in the log, and then as often."""
+
+
+class LearnerRequests:
+    """One method for each request of the learner, in `handlers`."""
+
+    def __init__(self, run: Run, changes: Changes) -> None:
+        self._run = run
+        self._changes = changes
+        self._mail = RecordMail(run.evaluations)
+        self._said_waiting = 0.0
+        self.handlers: Mapping[type[Message], Handler] = {
+            Register: self._register,
+            Fetch: self._fetch,
+            Commit: self._commit,
+            Published: self._published,
+            Checkpointed: self._checkpointed,
+        }
+
+    async def _register(self, member: Member, packet: Packet, message: Register) -> Message:
+        training = self._run.training
+        refused = self._run.register(message, member)
+        if refused is not None:
+            return refused
+        self._mail.new_reader(since_step=message.checkpoint_version)
+        registered = Registered(inc=training.inc, committed=training.committed)
+        await self._changes.save()
+        log.info(
+            "learner number %d: %s at version %d, %d is the highest committed",
+            *(registered.inc, member.name, message.checkpoint_version, registered.committed),
+        )
+        return registered
+
+    async def _fetch(self, member: Member, packet: Packet, fetch: Fetch) -> transport.Reply:
+        """The batch, the end, or after a while what is waited for."""
+        self._mail.asked(packet.id)
+
+        def look(now: float) -> AssignedBatch | Refused | End | None:
+            refused = self._run.training.fenced(fetch.inc) or self._run.why_not(fetch.step)
+            if refused is not None:
+                return refused
+            found = self._run.batch(fetch.step, now=now)
+            return found or self._run.end
+
+        found = look(time.monotonic())
+        if found is None:
+            self._note_waiting(fetch.step)
+            found = await self._changes.until(look)
+        await self._changes.save()
+        if isinstance(found, Refused):
+            return found
+        if isinstance(found, AssignedBatch):
+            return await self._batch(found)
+        if isinstance(found, End):
+            member.heard_end = True
+            return found.model_copy(update={"records": self._mail.take()})
+        reason = self._note_waiting(fetch.step)
+        return Waiting(step=fetch.step, reason=reason, records=self._mail.take())
+
+    async def _batch(self, batch: AssignedBatch) -> transport.Reply:
+        refs = [group.payload for group in batch.groups if group.payload is not None]
+        frames = await asyncio.to_thread(lambda: tuple(map(self._run.journal.read, refs)))
+        record = Record.model_validate_json(batch.step.record)
+        message = Batch(
+            step=batch.step.step,
+            max_staleness=batch.step.max_staleness,
+            replayed=batch.replayed,
+            waited_for=batch.step.waited_for,
+            records=[record, *self._mail.take()],
+        )
+        return message, frames
+
+    def _note_waiting(self, step: int) -> str:
+        now = time.monotonic()
+        reason, waited_s = self._run.note_waiting(step, now=now)
+        if waited_s > SAY_WAITING_S and now - self._said_waiting > SAY_WAITING_S:
+            self._said_waiting = now
+            log.warning("step %d is waited for since %.0f s: %s", step, waited_s, reason)
+        return reason
+
+    async def _commit(self, member: Member, packet: Packet, message: Commit) -> Message:
+        refused = self._run.commit(message, now=time.monotonic())
+        await self._changes.save()
+        return refused or Ok()
+
+    async def _published(self, member: Member, packet: Packet, message: Published) -> Message:
+        refused = self._run.training.published(message)
+        await self._changes.save()
+        return refused or Ok()
+
+    async def _checkpointed(self, member: Member, packet: Packet, message: Checkpointed) -> Message:
+        refused = self._run.training.checkpointed(message)
+        await self._changes.save()
+        self._run.retain()
+        return refused or Ok()

@@ -1,0 +1,158 @@
+"""The buffer as a process: killed and started again, stopped, and started wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from scripted_peers import Generator, Learner, make_config
+
+from asyncrl import transport
+from asyncrl.config import Config
+from asyncrl.config.load import save_resolved
+from asyncrl.journal import fates
+
+NUM_ROWS = 64
+
+
+def begin(run_dir: Path, config: Config) -> Config:
+    """A run directory as the launcher leaves it."""
+    data = run_dir / "train.jsonl"
+    lines = [
+        {"prompt": f"{i}", "data_source": "words", "reward_model": {"ground_truth": f"{i}"}}
+        for i in range(NUM_ROWS)
+    ]
+    data.write_text("\n".join(json.dumps(line) for line in lines))
+    files = config.data.model_copy(update={"train_files": [str(data)]})
+    config = config.model_copy(update={"data": files})
+    save_resolved(config, run_dir / "config.yaml")
+    (run_dir / "run_id").write_text("run-1")
+    return config
+
+
+def start(run_dir: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-P", "-m", "buffer", str(run_dir / "config.yaml")]
+    root = str(Path(__file__).parent.parent)
+    return subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root}
+    )
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def buffer_process(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    process = start(run_dir)
+    try:
+        yield process
+    finally:
+        kill(process)
+
+
+def address_of(run_dir: Path, process: subprocess.Popen[str]) -> str:
+    ends = time.monotonic() + 30
+    while not (run_dir / "buffer_address").exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+    return (run_dir / "buffer_address").read_text()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_killed_buffer_comes_back_on_its_port_and_the_run_goes_on(
+    tmp_path: Path, max_staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "RESEND_S", 1.0)  # also sends most requests several times
+    num_steps, kills = 8, (2, 5)
+
+    async def train_through_kills() -> tuple[Learner, int | None]:
+        process = start(tmp_path)
+        address = address_of(tmp_path, process)
+        learner = Learner(address, "learner-0")
+        generators = [Generator(address, f"generator-{i}") for i in range(2)]
+        try:
+            await learner.register()
+            workers = [asyncio.create_task(generator.work()) for generator in generators]
+            for version in kills:
+                await learner.train(stop_at=version)
+                kill(process)
+                process = start(tmp_path)
+            end = await learner.train()
+            assert end is not None
+            assert not end.failed
+            await asyncio.gather(*workers)
+            return learner, await asyncio.to_thread(process.wait, 20)
+        finally:
+            kill(process)
+            for peer in (learner, *generators):
+                await peer.close()
+
+    begin(tmp_path, make_config(max_steps=num_steps, max_staleness=max_staleness))
+    learner, code = asyncio.run(asyncio.wait_for(train_through_kills(), 90))
+    assert code == 0
+    assert [id.position for id in learner.trained_ids()] == list(range(4 * num_steps))
+    assert learner.max_staleness() <= max_staleness
+    assert fates(tmp_path) == {
+        "trained": 4 * num_steps,
+        "not_issued": NUM_ROWS - 4 * num_steps,
+    }
+
+
+def test_sigterm_ends_the_buffer_promptly(tmp_path: Path) -> None:
+    begin(tmp_path, make_config())
+    with buffer_process(tmp_path) as process:
+        address_of(tmp_path, process)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=5) == 143
+        assert time.monotonic() - began < 3
+
+
+def test_a_port_that_is_taken_is_one_clear_line_and_exit_code_2(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        begin(tmp_path, make_config(network__buffer=f"tcp://127.0.0.1:{port}"))
+        with buffer_process(tmp_path) as process:
+            _, stderr = process.communicate(timeout=30)
+        assert process.returncode == 2
+        assert re.search(rf"error: cannot listen on tcp://127.0.0.1:{port}: .*free one", stderr)
+        assert "Traceback" not in stderr
+
+
+def test_a_second_buffer_of_the_same_run_is_refused(tmp_path: Path) -> None:
+    begin(tmp_path, make_config())
+    with buffer_process(tmp_path) as first:
+        address_of(tmp_path, first)
+        with buffer_process(tmp_path) as second:
+            _, stderr = second.communicate(timeout=30)
+        assert second.returncode == 2
+        assert "another buffer has the journal" in stderr
+        assert first.poll() is None
+
+
+def test_data_that_cannot_be_read_is_told_before_anything_listens(tmp_path: Path) -> None:
+    begin(tmp_path, make_config())
+    (tmp_path / "train.jsonl").write_text('{"prompt": 7}\n')
+    with buffer_process(tmp_path) as process:
+        _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "train.jsonl" in stderr
+    assert "Traceback" not in stderr
+    assert not (tmp_path / "buffer_address").exists()

@@ -1,0 +1,167 @@
+"""The journal: what was acknowledged survives SIGKILL, and old payloads go in whole segments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl.journal import Change, GroupRow, Journal, PayloadRef, fates
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from asyncrl.journal import Change, Journal
+sys.path.insert(0, "tests")
+from test_journal import payload_of, row
+
+journal = Journal(Path(sys.argv[1]), segment_bytes=100_000)
+number = len(journal.stored.groups)
+while True:
+    written = []
+    for number in range(number, number + 5):
+        ref = journal.append(payload_of(number))
+        written.append(journal.write(Change(groups=(row(number, ref=ref),))))
+    for done in written:
+        done.result()
+    number += 1
+    print(number, flush=True)
+"""
+
+
+def payload_of(number: int) -> bytes:
+    return number.to_bytes(8, "little") * (100 + number % 900)
+
+
+def row(
+    number: int, *, ref: PayloadRef | None = None, state: str = "ready", step: int | None = None
+) -> GroupRow:
+    segment, offset, length = ref or (None, None, None)
+    return GroupRow(
+        number=number,
+        epoch=0,
+        position=number,
+        state=state,
+        attempt=0,
+        strikes=0,
+        seed_k=0,
+        member="generator-0",
+        version=0,
+        step=step,
+        accepted_attempt=0,
+        segment=segment,
+        offset=offset,
+        length=length,
+        token_versions="{}",
+        reason="",
+    )
+
+
+def ref_of(row: GroupRow) -> PayloadRef:
+    assert row.segment is not None
+    assert row.offset is not None
+    assert row.length is not None
+    return PayloadRef(row.segment, row.offset, row.length)
+
+
+def test_a_killed_writer_loses_no_acknowledged_payload(tmp_path: Path) -> None:
+    for life in range(3):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        first = writer.stdout.readline()
+        time.sleep(0.1 + 0.07 * life)
+        os.kill(writer.pid, signal.SIGKILL)
+        acknowledged = int([first, *writer.stdout.read().splitlines()][-1])
+        writer.wait()
+
+        journal = Journal(tmp_path)
+        rows = journal.stored.groups
+        assert len(rows) >= acknowledged > 0
+        assert [row.number for row in rows] == list(range(len(rows)))
+        for found in rows:
+            assert journal.read(ref_of(found)) == payload_of(found.number)
+        journal.close()
+
+
+def test_rows_replace_those_with_the_same_key(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write(Change(groups=(row(0, state="leased"), row(1)), meta={"committed": "1"}))
+    journal.write(Change(groups=(row(0, state="filtered"),), meta={"committed": "2"})).result()
+    assert fates(tmp_path) == {"filtered": 1, "ready": 1}
+    journal.close()
+    again = Journal(tmp_path)
+    assert again.stored.meta["committed"] == "2"
+    assert [row.state for row in again.stored.groups] == ["filtered", "ready"]
+    again.close()
+
+
+def test_segments_go_whole_when_all_their_steps_are_behind_the_oldest_checkpoint(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(tmp_path, segment_bytes=100)
+    for number in range(6):  # two payloads a segment: steps 0 0 | 1 1 | 2 2
+        ref = journal.append(bytes(50))
+        journal.write(Change(groups=(row(number, ref=ref, state="trained", step=number // 2),)))
+    kept = journal.append(bytes(50))  # a segment with a filtered group and one without fate
+    waiting = journal.append(bytes(50))
+    journal.write(Change(groups=(row(6, ref=kept, state="filtered"), row(7, ref=waiting))))
+    journal.append(bytes(50))
+
+    def segments() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "segments").iterdir())
+
+    journal.retain(from_step=0, settled=["filtered"]).result()
+    assert segments() == ["000001", "000002", "000003", "000004", "000005"]
+    journal.retain(from_step=2, settled=["filtered"]).result()
+    assert segments() == ["000003", "000004", "000005"]
+    journal.write(Change(groups=(row(7, ref=waiting, state="trained", step=3),)))
+    journal.retain(from_step=4, settled=["filtered"]).result()
+    assert segments() == ["000005"]
+    journal.close()
+    assert [row.segment for row in Journal(tmp_path).stored.groups] == [None] * 8
+
+
+def test_a_future_that_nobody_waits_for_does_not_stop_the_writer(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for number in range(200):
+        journal.write(Change(groups=(row(number),))).cancel()
+    journal.write(Change(groups=(row(200),))).result(timeout=5)
+    journal.close()
+    assert fates(tmp_path) == {"ready": 201}
+
+
+def test_a_second_writer_and_another_schema_are_refused(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    with pytest.raises(ValueError, match="another buffer has the journal"):
+        Journal(tmp_path)
+    journal.close()
+    database = sqlite3.connect(tmp_path / "journal.sqlite")
+    database.execute("UPDATE meta SET value='99' WHERE key='schema'")
+    database.commit()
+    database.close()
+    with pytest.raises(ValueError, match="has schema 99, this program reads 1"):
+        Journal(tmp_path)
+
+
+def test_a_failed_write_fails_that_future_and_all_later_ones(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    broken = journal.write(Change(groups=(row(0)._replace(state=None),)))  # type: ignore[arg-type]
+    with pytest.raises(sqlite3.IntegrityError):
+        broken.result(timeout=5)
+    with pytest.raises(sqlite3.IntegrityError):
+        journal.write(Change(groups=(row(1),))).result(timeout=5)
+    journal.close()
+    assert fates(tmp_path) == {}
+
+
+def test_fates_of_a_directory_without_journal_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no journal at"):
+        fates(tmp_path)
