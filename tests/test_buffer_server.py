@@ -30,7 +30,7 @@ from asyncrl.messages import (
 )
 from asyncrl.transport import RefusedError
 from asyncrl.types import GroupId, RolloutGroup
-from asyncrl.wire import encode_group
+from asyncrl.wire import encode, encode_group
 from buffer.run import Run
 from buffer.server import BufferServer
 
@@ -468,6 +468,73 @@ def test_buffer_goes_on_where_its_journal_ends(tmp_path: Path) -> None:
     play(first_half())
     play(second_half())
     assert fates(tmp_path) == {"trained": 24, "not_issued": 16}
+
+
+def test_a_learner_that_dies_after_the_end_replays_what_its_checkpoint_lacks(
+    tmp_path: Path,
+) -> None:
+    config = make_config(max_steps=3, max_staleness=1)
+
+    async def first_life() -> None:
+        async with serving(tmp_path, config, train=20) as here:
+            await run_to_end(here)
+
+    async def second_life() -> None:
+        async with serving(tmp_path, config, train=20) as here:
+            await asyncio.sleep(0.5)  # the end is not declared over the head of the learner
+            learner = here.learner("learner-1")
+            await learner.register(1)
+            end = await learner.train()
+            assert end is not None
+            assert "max_steps" in end.reason
+            assert sorted(learner.batches) == [1, 2]
+            assert await here.task == 0
+
+    play(first_life())
+    play(second_life())
+
+
+def test_requests_sent_twice_get_the_same_answer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            generator, learner = here.generator(), here.learner()
+            for peer in (generator, learner):
+                await peer.status()  # says hello
+            request = LeaseRequest(slots=2, serving=[0, 0])
+            register = Register(checkpoint_version=0, config_digest="")
+            for peer, message in ((generator, request), (learner, register)):
+                for _ in range(3):
+                    await peer.client._socket.send_multipart(encode(message, id=1000))
+            await asyncio.sleep(0.3)
+            status = await here.monitor().status()
+            assert status["counts"] == {"leased": 2}
+            assert status["inc"] == 1
+
+    play(scenario())
+
+
+def test_a_stopped_generator_that_comes_back_is_served_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            generator = here.generator()
+            [before] = await generator.lease(1)
+            await asyncio.sleep(1.6)
+            assert not here.run.members.by_name["generator-0"].alive
+            [again] = await generator.lease(1)
+            assert (again.group, again.attempt) == (before.group, 1)
+            assert here.run.members.by_name["generator-0"].alive
+
+    play(scenario())
+
+
+def test_rubbish_in_a_heartbeat_breaks_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            generator = here.generator()
+            await generator.beat(held=[[], [1], [1, 2, 3, 4], [9, 9, 9]])
+            assert len(await generator.lease(1)) == 1
+
+    play(scenario())
 
 
 def test_a_begun_run_refuses_other_data_and_another_batch_size(tmp_path: Path) -> None:
