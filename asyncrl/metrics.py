@@ -98,7 +98,7 @@ class _WandbThread:
 
 
 def _wandb_mode() -> Literal["online", "offline", "disabled"]:
-    """As WANDB_MODE says; otherwise online with a key and offline without: no run asks to log in."""
+    """As WANDB_MODE says, else online with a key and offline without: no run asks to log in."""
     mode = os.environ.get("WANDB_MODE")
     if mode is None:
         return "online" if os.environ.get("WANDB_API_KEY") else "offline"

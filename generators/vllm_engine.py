@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 
 from asyncrl.config.schema import Config
 from asyncrl.types import Completion, FinishReason, Int32Array, Sampling, WeightId
-from generators.engine import EngineError, RequestError, StagingError, SwapTimes
+from generators.engine import GENERATOR_PID, EngineError, RequestError, StagingError, SwapTimes
 
 SUPPORTED_VLLM = ((0, 32), (0, 33))
 """First version tested, first version not tested."""
@@ -148,7 +149,10 @@ def _set_environment(config: Config) -> None:
     if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") not in ("", "0"):
         raise ValueError("unset VLLM_ALLOW_INSECURE_SERIALIZATION: nothing here needs it")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ[GENERATOR_PID] = str(os.getpid())
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.generator.vllm.cpu_kv_cache_gib)
     if config.generator.vllm.tensor_parallel_size == 1:
         # vLLM reads this as: on CPUs too, the worker may live in the core process.
@@ -160,6 +164,7 @@ def _set_environment(config: Config) -> None:
 def _make_llm(config: Config) -> Any:
     """Takes 10 to 60 s. Raises ValueError for a model or a limit that vLLM does not accept."""
     from vllm import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
     options = config.generator.vllm
@@ -171,6 +176,9 @@ def _make_llm(config: Config) -> Any:
         tensor_parallel_size=options.tensor_parallel_size,
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
+        # After a part of a prompt vLLM rewinds the request's generator, which torch's generators on
+        # CPUs cannot do: the engine dies. So prompts are not split there.
+        enable_chunked_prefill=not current_platform.is_cpu(),
         logprobs_mode="processed_logprobs",
         worker_extension_cls="generators.vllm_extension.StagedWeights",
         skip_tokenizer_init=not config.sampling.stop,

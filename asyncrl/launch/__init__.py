@@ -1,1 +1,1 @@
-"""`asyncrl-launch`: checks what the user asked for, places processes, supervises, shows progress."""
+"""`asyncrl-launch`: checks what was asked for, places processes, supervises, shows progress."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 _STOP_S = 8.0
 """Time to end after SIGTERM; then SIGKILL."""
@@ -73,7 +74,7 @@ class Children:
             _signal_group(child, signal.SIGKILL)
             child.process.wait()
 
-    def __enter__(self) -> Children:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

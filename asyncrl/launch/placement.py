@@ -58,11 +58,11 @@ def place(config: Config, *, num_gpus: int, num_cores: int) -> Placement:
         rest = num_gpus - ranks
         generators = local.generators if local.generators != "auto" else rest // per_engine
         if generators < 1 or generators * per_engine > rest:
+            generators = max(1, generators)
             raise ValueError(
-                f"{ranks} learner rank(s) and {max(1, generators)} generator(s) of {per_engine} "
-                f"GPU(s) need {ranks + max(1, generators) * per_engine} GPUs, there are {num_gpus}: "
-                "set local.learner_ranks, local.generators or "
-                "generator.vllm.tensor_parallel_size"
+                f"{ranks} learner rank(s) and {generators} generator(s) of {per_engine} GPU(s) need "
+                f"{ranks + generators * per_engine} GPUs, there are {num_gpus}: set "
+                "local.learner_ranks, local.generators or generator.vllm.tensor_parallel_size"
             )
         starts = [ranks + i * per_engine for i in range(generators)]
         engines = tuple(tuple(range(start, start + per_engine)) for start in starts)

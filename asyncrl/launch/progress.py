@@ -8,33 +8,36 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.run_dir import METRICS
+
 _EVENT_S = 30.0
-"""Off a terminal: seconds between two lines that say what is waited for."""
+"""Off a terminal: seconds without a step after which a line says what is waited for."""
+_HEADER = " time    step  reward   staleness    learner  generators    step  waited   left"
+_UNITS = "                     mean     max      tok/s       tok/s       s       s       "
 
 
 class Progress:
-    """Prints as a run goes on. On a terminal the last line is live."""
+    """Prints as a run goes on. On a terminal a live line below says what is waited for."""
 
     def __init__(self, console: Console, run_dir: Path, *, max_steps: int | None) -> None:
         self._console = console
-        self._metrics = _Tail(run_dir / "metrics.jsonl")
+        self._metrics = _Tail(run_dir / METRICS)
         self._max_steps = max_steps
         self._started = time.monotonic()
-        self._first_step_at: float | None = None
+        self._first_step: tuple[int, float] | None = None
         self._steps_done = 0
-        self._steps_before = 0
-        self._said: tuple[str, float] = ("", 0.0)
+        self._said_at = self._started
         self._buffer_record: dict[str, Any] = {}
         self._live = Live(Text(), console=console, transient=True, auto_refresh=False)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -50,65 +53,66 @@ class Progress:
             elif "time/step_s" in record:
                 self._step({**self._buffer_record, **record})
             elif "eval/accuracy" in record:
-                self._console.print(eval_line(record))
+                self._say(eval_line(record))
         waiting = (status or {}).get("waiting_for") or phase
         if self._console.is_terminal:
-            text = Text(f"  {self._elapsed()}  {waiting}{self._time_left()}", style="dim")
-            self._live.update(text, refresh=True)
-        elif waiting != self._said[0] and time.monotonic() - self._said[1] > _EVENT_S:
-            self._said = (waiting, time.monotonic())
-            self._console.print(f"{self._elapsed()}  {waiting}", highlight=False)
+            self._live.update(Text(f"{self._elapsed()}  {waiting}", style="dim"), refresh=True)
+        elif waiting and time.monotonic() - self._said_at > _EVENT_S:
+            self._say(waiting)
 
     def _step(self, record: dict[str, Any]) -> None:
-        now = time.monotonic()
-        if self._first_step_at is None:
-            self._first_step_at, self._steps_before = now, int(record["step"]) + 1
         self._steps_done = int(record["step"]) + 1
-        self._console.print(
-            f"{self._elapsed()}  {step_line(record, self._max_steps)}{self._time_left()}",
-            highlight=False,
-        )
+        if self._first_step is None:
+            self._first_step = (self._steps_done, time.monotonic())
+            self._console.print(f"{_HEADER}\n{_UNITS}", style="bold", highlight=False)
+        self._say(f"{step_line(record, self._max_steps)}  {self._time_left():>5}")
+
+    def _say(self, text: str) -> None:
+        self._said_at = time.monotonic()
+        self._console.print(f"{self._elapsed()}  {text}", highlight=False, soft_wrap=True)
 
     def _elapsed(self) -> str:
-        seconds = int(time.monotonic() - self._started)
-        return f"{seconds // 60:2d}:{seconds % 60:02d}"
+        return minutes(time.monotonic() - self._started)
 
     def _time_left(self) -> str:
-        if self._max_steps is None or self._first_step_at is None:
+        if self._max_steps is None or self._first_step is None:
             return ""
-        done = self._steps_done - self._steps_before
-        if done < 1:
+        first, since = self._first_step
+        if self._steps_done == first:
             return ""
-        per_step = (time.monotonic() - self._first_step_at) / done
-        left = max(0, self._max_steps - self._steps_done) * per_step
-        return f"  left {int(left) // 60}:{int(left) % 60:02d}"
+        per_step = (time.monotonic() - since) / (self._steps_done - first)
+        return minutes(max(0, self._max_steps - self._steps_done) * per_step).strip()
 
 
 def step_line(record: dict[str, Any], max_steps: int | None) -> str:
-    """One training step in one line."""
-    of = f"/{max_steps}" if max_steps else ""
+    """One training step in one line, in the columns of the header."""
+    step = f"{int(record['step']) + 1}/{max_steps}" if max_steps else f"{int(record['step']) + 1}"
     return (
-        f"step {int(record['step']) + 1:>3}{of}"
-        f"  reward {_number(record, 'buffer/reward_mean', '.3f')}"
-        f"  staleness {_number(record, 'staleness/mean', '.1f')}"
-        f" (max {_number(record, 'staleness/max', '.0f')})"
-        f"  learner {_number(record, 'train/tokens_per_s', '.0f')} tok/s"
-        f"  generators {_number(record, 'buffer/generator_tokens_per_s', '.0f')} tok/s"
-        f"  {_number(record, 'time/step_s', '.1f')} s"
-        f" (waited {_number(record, 'time/wait_batch_s', '.1f')} s)"
+        f"{step:>6}  {_number(record, 'buffer/reward_mean', '.3f'):>6}"
+        f"  {_number(record, 'staleness/mean', '.1f'):>4}"
+        f"  {_number(record, 'staleness/max', '.0f'):>6}"
+        f"  {_number(record, 'train/tokens_per_s', '.0f'):>9}"
+        f"  {_number(record, 'buffer/generator_tokens_per_s', '.0f'):>10}"
+        f"  {_number(record, 'time/step_s', '.1f'):>6}"
+        f"  {_number(record, 'time/wait_batch_s', '.1f'):>6}"
     )
 
 
 def eval_line(record: dict[str, Any]) -> str:
     return (
-        f"       evaluation of version {record.get('eval/version')}: "
+        f"evaluation of version {record.get('eval/version')}: "
         f"accuracy {_number(record, 'eval/accuracy', '.3f')} on {record.get('eval/count')} samples"
     )
 
 
+def minutes(seconds: float) -> str:
+    """As ` 3:07`."""
+    return f"{int(seconds) // 60:2d}:{int(seconds) % 60:02d}"
+
+
 def print_summary(console: Console, run_dir: Path, status: dict[str, Any] | None) -> None:
     """The result of a run in one table."""
-    records = _Tail(run_dir / "metrics.jsonl").new_records()
+    records = _Tail(run_dir / METRICS).new_records()
     steps = [record for record in records if "time/step_s" in record]
     rewards = [record for record in records if "buffer/reward_mean" in record]
     evals = [record for record in records if "eval/accuracy" in record]
