@@ -247,7 +247,9 @@ def _check_tensor(
     if tensor is None:
         raise WeightsError(f"tensor {name} is missing in {location}/{entry['file']}")
     if (_dtype_name(tensor), list(tensor.shape)) != (entry["dtype"], entry["shape"]):
-        raise WeightsError(f"tensor {name} in {location} does not have its manifest's type or shape")
+        raise WeightsError(
+            f"tensor {name} in {location} does not have its manifest's type or shape"
+        )
     if _crc32(tensor) != entry["crc32"]:
         raise WeightsError(f"tensor {name} in {location} is damaged: its checksum does not fit")
 

@@ -9,7 +9,7 @@ import pytest
 from local_runs import REPOSITORY, Finished, run_local
 from transformers import AutoModelForCausalLM
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
 def run_tiny(tiny_task: Path, directory: Path, *overrides: str) -> Finished:

@@ -21,8 +21,8 @@ from asyncrl.config.load import save_resolved
 from asyncrl.launch.children import Child, Children, learner_command, role_command
 from asyncrl.launch.placement import Placement, count_cores, count_gpus, place
 from asyncrl.launch.progress import Progress, print_summary
-from asyncrl.run_dir import BUFFER_ADDRESS, CONFIG, LOGS, RUN_ID, open_run_dir, weights_root
 from asyncrl.messages import Hello, StatusRequest
+from asyncrl.run_dir import BUFFER_ADDRESS, CONFIG, LOGS, RUN_ID, open_run_dir, weights_root
 from asyncrl.transport import RefusedError, ThreadClient, Unreachable
 
 _BIND_S = 60.0

@@ -60,8 +60,8 @@ def place(config: Config, *, num_gpus: int, num_cores: int) -> Placement:
         if generators < 1 or generators * per_engine > rest:
             generators = max(1, generators)
             raise ValueError(
-                f"{ranks} learner rank(s) and {generators} generator(s) of {per_engine} GPU(s) need "
-                f"{ranks + generators * per_engine} GPUs, there are {num_gpus}: set "
+                f"{ranks} learner rank(s) and {generators} generator(s) of {per_engine} GPU(s) "
+                f"need {ranks + generators * per_engine} GPUs, there are {num_gpus}: set "
                 "local.learner_ranks, local.generators or generator.vllm.tensor_parallel_size"
             )
         starts = [ranks + i * per_engine for i in range(generators)]
@@ -69,9 +69,8 @@ def place(config: Config, *, num_gpus: int, num_cores: int) -> Placement:
         return Placement(ranks, tuple(range(ranks)), engines, cpu_threads=0)
     ranks = local.learner_ranks if local.learner_ranks != "auto" else 1
     generators = local.generators if local.generators != "auto" else 1
-    threads = local.cpu_threads
-    if threads == "auto":
-        threads = max(1, num_cores // (ranks + generators))
+    even = max(1, num_cores // (ranks + generators))
+    threads = local.cpu_threads if local.cpu_threads != "auto" else even
     return Placement(ranks, (), ((),) * generators, threads)
 
 
