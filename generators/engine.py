@@ -7,6 +7,9 @@ from typing import Protocol
 
 from asyncrl.types import Completion, Int32Array, Sampling, WeightId
 
+GENERATOR_PID = "ASYNCRL_GENERATOR_PID"
+"""Environment variable that names the process with which the engine's processes end."""
+
 
 class RequestError(Exception):
     """One request failed and the engine goes on: the request may be tried again."""

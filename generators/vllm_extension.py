@@ -7,6 +7,9 @@ crosses between the processes. Contract with vLLM: tests/test_vllm_engine.py.
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
 import threading
 import time
 from dataclasses import dataclass, field
@@ -27,6 +30,26 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from asyncrl.weights_dir import TensorSpec, read_version
+from generators.engine import GENERATOR_PID
+
+
+def _end_with_generator() -> None:
+    """Ends this process when the generator has died without ending it (SIGKILL).
+
+    vLLM's core process would live on and keep its memory. Raises ProcessLookupError when the
+    generator is dead already.
+    """
+    generator = os.pidfd_open(int(os.environ[GENERATOR_PID]))
+
+    def watch() -> None:
+        select.select([generator], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="watch-generator", daemon=True).start()
+
+
+if GENERATOR_PID in os.environ:
+    _end_with_generator()
 
 
 def _no_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
