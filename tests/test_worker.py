@@ -3,66 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
-import psutil
 import pytest
-from local_runs import REPOSITORY
-from small_buffer import SmallBuffer, serve
+from generator_scene import VERIFIERS, Scene, lease, make_config, run
+from small_buffer import SmallBuffer
 
-from asyncrl.config.load import save_resolved
+import generators.weights_in
+import generators.worker
 from asyncrl.config.schema import Config
-from asyncrl.messages import Hello, Lease
-from asyncrl.transport import Client, Unreachable
+from asyncrl.transport import Unreachable
 from asyncrl.types import Completion, Int32Array, Sampling, WeightId
 from asyncrl.versions import sample_seed
 from generators.engine import EngineError, RequestError, StagingError
 from generators.rewards import RewardStop, RewardWorkers
 from generators.scripted_engine import ScriptedEngine, scripted_completion
 from generators.tokens import Tokens
-from generators.worker import Worker
-
-T = TypeVar("T")
-VERIFIERS = REPOSITORY / "tests" / "verifiers.py"
-HELLO = Hello(role="generator", member="generator-0-test", run_id=None, host="here", pid=1)
 
 
 @pytest.fixture(scope="module")
 def config(random_tiny_task: Path) -> Config:
     return make_config(random_tiny_task)
-
-
-def make_config(tiny: Path, **changes: Any) -> Config:
-    tree: dict[str, Any] = {
-        "seed": 3,
-        "group_size": 2,
-        "model": {"path": str(tiny / "model"), "dtype": "float32"},
-        "data": {
-            "train_files": ["unused.jsonl"],
-            "max_prompt_length": 8,
-            "max_response_length": 6,
-        },
-        "reward": {"path": f"{VERIFIERS}:score", "workers": 1, "timeout_s": 1.0},
-        "generator": {
-            "engine": "scripted",
-            "max_concurrent_rollouts": 8,
-            "scripted": {"tokens_per_s": 200, "length": 8},
-        },
-    }
-    for key, value in changes.items():
-        *path, last = key.split("__")
-        place = tree
-        for part in path:
-            place = place.setdefault(part, {})
-        place[last] = value
-    return Config.model_validate(tree)
 
 
 @pytest.fixture(scope="module")
@@ -76,78 +40,6 @@ def rewards(config: Config) -> Iterator[RewardWorkers]:
 @pytest.fixture(scope="module")
 def tokens(config: Config) -> Tokens:
     return Tokens(config)
-
-
-def lease(position: int, **changes: Any) -> Lease:
-    fields = {
-        "kind": "train",
-        "group": [0, position],
-        "attempt": 0,
-        "seed_k": 0,
-        "row": {"prompt": "___abc>", "source": "tiny", "answer": "cba", "extra": {}},
-        "num_rollouts": 2,
-        "temperature": 1.0,
-        "min_version": 0,
-        "timeout_s": 20.0,
-        **changes,
-    }
-    return Lease.model_validate(fields)
-
-
-class Running:
-    """A worker that runs against a small buffer inside the test's loop."""
-
-    def __init__(self, buffer: SmallBuffer, worker: Worker, task: asyncio.Task[None]) -> None:
-        self.buffer, self.worker, self.task = buffer, worker, task
-
-    async def groups(self, count: int) -> None:
-        """Waits until `count` groups came, or passes the worker's failure on."""
-        waited = asyncio.create_task(self.buffer.until(lambda: len(self.buffer.groups) >= count))
-        await asyncio.wait({waited, self.task}, return_when=asyncio.FIRST_COMPLETED)
-        if self.task.done():
-            waited.cancel()
-            self.task.result()
-        await waited
-
-    async def done(self) -> None:
-        self.buffer.done = True
-        await asyncio.wait_for(self.task, 5)
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
-
-
-class Scene:
-    """`async with Scene(...) as running`."""
-
-    def __init__(
-        self,
-        config: Config,
-        tokens: Tokens,
-        rewards: RewardWorkers,
-        leases: list[Lease],
-        engine: Any = None,
-    ) -> None:
-        self.parts = (config, tokens, rewards, leases)
-        self.engine = engine or ScriptedEngine(config.generator.scripted, vocab_size=64)
-
-    async def __aenter__(self) -> Running:
-        config, tokens, rewards, leases = self.parts
-        self.server = serve(leases)
-        buffer, address = await self.server.__aenter__()
-        self.client = Client(address, hello=HELLO)
-        await self.client.connect(deadline_s=5)
-        worker = Worker(config, engine=self.engine, tokens=tokens, rewards=rewards)
-        task = asyncio.create_task(worker.run(self.client, on_swap=lambda: None))
-        self.running = Running(buffer, worker, task)
-        return self.running
-
-    async def __aexit__(self, *error: object) -> None:
-        self.running.task.cancel()
-        await asyncio.gather(self.running.task, return_exceptions=True)
-        await self.client.close()
-        await self.server.__aexit__(None, None, None)
 
 
 def test_groups_equal_a_plain_loop(config: Config, tokens: Tokens, rewards: RewardWorkers) -> None:
@@ -427,8 +319,6 @@ def test_a_reward_error_ends_the_run_when_on_error_is_stop(config: Config, token
 def test_a_buffer_that_is_gone_ends_the_generator_within_the_bound(
     config: Config, tokens: Tokens, rewards: RewardWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import generators.worker
-
     monkeypatch.setattr(generators.worker, "UNREACHABLE_S", 1.0)
     monkeypatch.setattr(generators.weights_in, "UNREACHABLE_S", 1.0)
 
@@ -440,87 +330,3 @@ def test_a_buffer_that_is_gone_ends_the_generator_within_the_bound(
 
     with pytest.raises(Unreachable, match="no answer from the buffer at tcp://"):
         run(scenario())
-
-
-# The whole program, as a process.
-
-
-def start_program(directory: Path, config: Config, address: str) -> subprocess.Popen[str]:
-    save_resolved(config, directory / "config.yaml")
-    command = [sys.executable, "-P", "-m", "generators", str(directory / "config.yaml")]
-    command += ["--connect", address, "--name", "generator-7"]
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-
-
-async def ended(program: subprocess.Popen[str], timeout_s: float) -> int:
-    return await asyncio.wait_for(asyncio.to_thread(program.wait), timeout_s)
-
-
-def alive_after(processes: list[psutil.Process], *, timeout_s: float) -> list[psutil.Process]:
-    """Those that still run; one that only waits to be reaped by init does not."""
-    ends = time.monotonic() + timeout_s
-    while True:
-        alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        if not alive or time.monotonic() > ends:
-            return alive
-        time.sleep(0.05)
-
-
-def test_the_program_generates_beats_and_exits_0_when_the_run_is_done(
-    config: Config, tmp_path: Path
-) -> None:
-    async def scenario() -> tuple[int, SmallBuffer]:
-        async with serve([lease(i) for i in range(6)]) as (buffer, address):
-            program = start_program(tmp_path, config, address)
-            await buffer.until(lambda: len(buffer.groups) == 6, 40)
-            await buffer.until(lambda: len(buffer.beats) > 10)
-            buffer.done = True
-            return await ended(program, 8), buffer
-
-    code, buffer = run(scenario())
-    assert code == 0
-    assert max(beat.num_tokens for beat in buffer.beats) > 0
-    assert "waiting for leases" in {beat.state for beat in buffer.beats}
-
-
-def test_sigterm_ends_the_program_within_5_s_and_leaves_no_child(
-    config: Config, tmp_path: Path
-) -> None:
-    async def scenario() -> tuple[float, list[psutil.Process]]:
-        async with serve([lease(0)]) as (buffer, address):
-            program = start_program(tmp_path, config, address)
-            await buffer.until(lambda: len(buffer.groups) == 1, 40)
-            children = psutil.Process(program.pid).children(recursive=True)
-            assert children, "the reward workers are children"
-            started = time.monotonic()
-            program.send_signal(signal.SIGTERM)
-            await ended(program, 10)
-            return time.monotonic() - started, children
-
-    took, children = run(scenario())
-    assert took < 5
-    assert not alive_after(children, timeout_s=1)
-
-
-def test_sigkill_of_the_program_leaves_no_child(config: Config, tmp_path: Path) -> None:
-    async def scenario() -> list[psutil.Process]:
-        async with serve([lease(0)]) as (buffer, address):
-            program = start_program(tmp_path, config, address)
-            await buffer.until(lambda: len(buffer.groups) == 1, 40)
-            children = psutil.Process(program.pid).children(recursive=True)
-            program.kill()
-            await ended(program, 10)
-            return children
-
-    assert not alive_after(run(scenario()), timeout_s=5)
-
-
-def test_a_bad_reward_path_is_one_message_and_exit_code_2(config: Config, tmp_path: Path) -> None:
-    changed = make_config(Path(config.model.path).parent, reward__path=f"{VERIFIERS}:scor")
-    program = start_program(tmp_path, changed, "tcp://127.0.0.1:9")
-    _, errors = program.communicate(timeout=30)
-    assert program.returncode == 2
-    assert "scor" in errors
-    assert "Traceback" not in errors
