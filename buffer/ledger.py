@@ -84,16 +84,9 @@ class Ledger:
         """Finished groups that wait for their batch."""
         return self.counts[State.READY]
 
-    def group(self, id: GroupId) -> Group | None:
-        return self._groups.get(id)
-
     def leased(self) -> list[Group]:
         """Groups in flight, in order of admission."""
         return [self._by_number[number] for number in sorted(self._in_state[State.LEASED])]
-
-    def waiting(self) -> list[Group]:
-        """Groups to be leased again, in order of admission."""
-        return [self._by_number[number] for number in sorted(self._in_state[State.WAITING])]
 
     def next_min_version(self) -> int | None:
         """The version a generator must serve to get the next lease; None when there is none."""

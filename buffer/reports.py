@@ -12,7 +12,7 @@ from asyncrl import versions
 from buffer.arrivals import Arrival
 from buffer.groups import Group, State
 from buffer.ledger import Ledger
-from buffer.members import Members
+from buffer.members import Member, Members
 
 Values = dict[str, float | int | str]
 
@@ -151,37 +151,41 @@ def status_values(ledger: Ledger, members: Members, tally: Tally, *, now: float)
         "trained": counts.get(State.TRAINED.value, 0),
         "filtered": counts.get(State.FILTERED.value, 0),
         "members": [
-            {
-                "name": member.name,
-                "role": member.role,
-                "host": member.host,
-                "pid": member.pid,
-                "alive": member.alive,
-                "state": member.state,
-                "version": member.serving.version,
-                "inc": member.serving.inc,
-                "last_seen_s": round(now - member.last_seen, 3),
-                "num_running": member.num_running,
-                "tokens": member.num_tokens,
-                "tokens_per_s": round(member.tokens_per_s, 1),
-                "paused_s": round(member.paused_s, 3),
-            }
-            for member in members.by_name.values()
-            if member.role != "monitor"
+            _member_values(m, now) for m in members.by_name.values() if m.role != "monitor"
         ],
-        "leases": [
-            {
-                "group": str(group.id),
-                "attempt": group.attempt,
-                "member": group.member,
-                "age_s": round(now - (group.started_at or group.granted_at), 3),
-                "started": group.started_at is not None,
-            }
-            for group in ledger.leased()
-        ],
+        "leases": [_lease_values(group, now) for group in ledger.leased()],
         "staleness": {str(age): count for age, count in sorted(tally.staleness.items())},
         "tokens_per_s": round(members.tokens_per_s(), 1),
         "reward_mean": _mean(rewards) if rewards else None,
+    }
+
+
+def _member_values(member: Member, now: float) -> dict[str, Any]:
+    return {
+        "name": member.name,
+        "role": member.role,
+        "host": member.host,
+        "pid": member.pid,
+        "alive": member.alive,
+        "state": member.state,
+        "version": member.serving.version,
+        "inc": member.serving.inc,
+        "last_seen_s": round(now - member.last_seen, 3),
+        "num_running": member.num_running,
+        "tokens": member.num_tokens,
+        "tokens_per_s": round(member.tokens_per_s, 1),
+        "paused_s": round(member.paused_s, 3),
+    }
+
+
+def _lease_values(group: Group, now: float) -> dict[str, Any]:
+    since = group.granted_at if group.started_at is None else group.started_at
+    return {
+        "group": str(group.id),
+        "attempt": group.attempt,
+        "member": group.member,
+        "age_s": round(now - since, 3),
+        "started": group.started_at is not None,
     }
 
 

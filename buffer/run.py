@@ -71,18 +71,7 @@ class Run:
         self.prompts = Prompts(
             train, num_epochs=config.max_epochs, seed=config.seed, shuffle=config.data.shuffle
         )
-        self.ledger = Ledger(
-            StalenessPolicy(
-                max_staleness=config.max_staleness,
-                groups_per_step=config.prompts_per_step,
-                num_groups=self.prompts.num_groups,
-                max_steps=config.max_steps,
-                last_batch=config.data.last_batch,
-            ),
-            group_id=self.prompts.group_id,
-            max_attempts=config.buffer.max_attempts,
-            lease_timeout_s=config.buffer.lease_timeout_s,
-        )
+        self.ledger = _new_ledger(config, self.prompts)
         self.members = Members(heartbeat_s=config.network.heartbeat_s)
         self.evaluations = Evaluations(
             val, temperature=config.eval.temperature, timeout_s=config.eval.timeout_s
@@ -327,3 +316,19 @@ class Run:
         self._constants["not_issued"] = str(not_issued)
         self.end = End(reason=reason, failed=failed, records=[])
         log.log(logging.ERROR if failed else logging.INFO, "the run has ended: %s", reason)
+
+
+def _new_ledger(config: Config, prompts: Prompts) -> Ledger:
+    policy = StalenessPolicy(
+        max_staleness=config.max_staleness,
+        groups_per_step=config.prompts_per_step,
+        num_groups=prompts.num_groups,
+        max_steps=config.max_steps,
+        last_batch=config.data.last_batch,
+    )
+    return Ledger(
+        policy,
+        group_id=prompts.group_id,
+        max_attempts=config.buffer.max_attempts,
+        lease_timeout_s=config.buffer.lease_timeout_s,
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -267,7 +266,3 @@ class Learner(Peer):
         return max(
             step - group.oldest_version for step in self.batches for group in self.groups(step)
         )
-
-
-def journal_of(run_dir: Path) -> Path:
-    return run_dir / "journal.sqlite"
