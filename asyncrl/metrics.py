@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.config import Config
+from asyncrl.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,8 @@ class MetricsLog:
     step can be told from the first one.
     """
 
-    def __init__(self, run_dir: Path, config: Config) -> None:
-        self._path = run_dir / "metrics.jsonl"
+    def __init__(self, run_dir: RunDir, config: Config) -> None:
+        self._path = run_dir.metrics
         self._attempt = 1 + _last_attempt(self._path)
         self._file = self._path.open("a", buffering=1)
         self._trackers = [_WandbThread(run_dir, config) for _ in config.logging.trackers]
@@ -55,7 +56,7 @@ class MetricsLog:
 class _WandbThread:
     """wandb in a thread of its own: neither a slow start nor an exception reaches training."""
 
-    def __init__(self, run_dir: Path, config: Config) -> None:
+    def __init__(self, run_dir: RunDir, config: Config) -> None:
         self._records: queue.Queue[tuple[int, dict[str, Value]] | None] = queue.Queue(
             _QUEUE_RECORDS
         )
@@ -77,14 +78,14 @@ class _WandbThread:
             return
         self._thread.join(timeout_s)
 
-    def _run(self, run_dir: Path, config: Config) -> None:
+    def _run(self, run_dir: RunDir, config: Config) -> None:
         try:
             import wandb
 
             run = wandb.init(
                 project=config.logging.project,
-                name=run_dir.name,
-                dir=str(run_dir),
+                name=run_dir.path.name,
+                dir=str(run_dir.path),
                 mode=_wandb_mode(),
                 config=config.model_dump(),
                 settings=wandb.Settings(silent=True, console="off"),

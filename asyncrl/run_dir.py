@@ -1,57 +1,90 @@
-"""The run directory: everything that a run leaves behind.
-
-RUN/config.yaml      the resolved configuration
-RUN/run_id           keeps two runs apart on the wire
-RUN/buffer_address   where the buffer listens
-RUN/journal.sqlite, segments/   state of the buffer
-RUN/checkpoints/, final/        the learner's weights
-RUN/metrics.jsonl, logs/
-"""
+"""The run directory: everything that a run leaves behind, and where."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import Config
 
-CONFIG, RUN_ID, BUFFER_ADDRESS, METRICS, LOGS, FINAL = (
-    "config.yaml",
-    "run_id",
-    "buffer_address",
-    "metrics.jsonl",
-    "logs",
-    "final",
-)
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The files of one run. The buffer's journal (asyncrl.journal) lies here too."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration: the argument of every program."""
+        return self.path / "config.yaml"
+
+    @property
+    def run_id(self) -> Path:
+        """A random name that keeps two runs apart on the wire."""
+        return self.path / "run_id"
+
+    @property
+    def buffer_address(self) -> Path:
+        """Where the buffer listens; a restarted one comes back there."""
+        return self.path / "buffer_address"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """One file for each program."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def skipped(self) -> Path:
+        """Batches whose loss or gradient was not finite."""
+        return self.path / "skipped"
+
+    @property
+    def final(self) -> Path:
+        """The trained policy in Hugging Face format."""
+        return self.path / "final"
+
+    def read_run_id(self) -> str | None:
+        """None where the directory was not made by the launcher of this run."""
+        return self.run_id.read_text().strip() if self.run_id.exists() else None
+
+    def weights(self, config: Config) -> Path:
+        """Where versions are published: as configured, else shared memory, else in the run."""
+        if config.weights.dir is not None:
+            return Path(config.weights.dir).absolute()
+        shared_memory = Path("/dev/shm")
+        if shared_memory.is_dir():
+            mark = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:8]
+            return shared_memory / f"asyncrl-{self.path.name}-{mark}"
+        return self.path / "weights"
 
 
-def open_run_dir(config: Config, *, config_name: str) -> Path:
+def open_run_dir(config: Config, *, config_name: str) -> RunDir:
     """Makes the run directory, or goes on in one when checkpoint.resume is auto.
 
     Raises ValueError when there is something in it already and resume is never.
     """
     name = config.run_name or f"{config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = (Path(config.output_dir) / name).absolute()
-    if run_dir.exists() and any(run_dir.iterdir()) and config.checkpoint.resume == "never":
+    path = (Path(config.output_dir) / name).absolute()
+    if path.exists() and any(path.iterdir()) and config.checkpoint.resume == "never":
         raise ValueError(
-            f"run directory {run_dir} is not empty: choose another run_name, or go on in it with "
+            f"run directory {path} is not empty: choose another run_name, or go on in it with "
             "checkpoint.resume=auto"
         )
-    (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
-    (run_dir / BUFFER_ADDRESS).unlink(missing_ok=True)
-    if not (run_dir / RUN_ID).exists():
-        (run_dir / RUN_ID).write_text(secrets.token_hex(8))
+    run_dir = RunDir(path)
+    run_dir.logs.mkdir(parents=True, exist_ok=True)
+    run_dir.buffer_address.unlink(missing_ok=True)
+    if not run_dir.run_id.exists():
+        run_dir.run_id.write_text(secrets.token_hex(8))
     return run_dir
-
-
-def weights_root(config: Config, run_dir: Path) -> Path:
-    """Directory of published weights: as configured, else in shared memory, else in the run."""
-    if config.weights.dir is not None:
-        return Path(config.weights.dir).absolute()
-    shared_memory = Path("/dev/shm")
-    if shared_memory.is_dir():
-        mark = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
-        return shared_memory / f"asyncrl-{run_dir.name}-{mark}"
-    return run_dir / "weights"

@@ -20,6 +20,7 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.config.load import load_resolved
 from asyncrl.journal import Journal
+from asyncrl.run_dir import RunDir
 from asyncrl.tasks.rows import load_rows
 from buffer.run import Run
 from buffer.server import BufferServer
@@ -36,20 +37,20 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1)
     try:
         config = load_resolved(Path(arguments.config))
-        return asyncio.run(_serve(config, Path(arguments.config).parent))
+        return asyncio.run(_serve(config, RunDir(Path(arguments.config).parent)))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-async def _serve(config: Config, run_dir: Path) -> int:
+async def _serve(config: Config, run_dir: RunDir) -> int:
     rows = await asyncio.to_thread(load_rows, config)
-    journal = Journal(run_dir)
+    journal = Journal(run_dir.path)
     try:
         run = Run(config, train=rows.train, val=rows.val, journal=journal, now=time.monotonic())
         server = _listen(run, config.network.buffer, run_dir)
         stopped = _stop_on_signals(server)
-        _write_whole(run_dir / "buffer_address", server.address)
+        _write_whole(run_dir.buffer_address, server.address)
         logging.info("listening on %s", server.address)
         code = await server.serve()
     finally:
@@ -57,9 +58,9 @@ async def _serve(config: Config, run_dir: Path) -> int:
     return TERMINATED if stopped else code
 
 
-def _listen(run: Run, address: str, run_dir: Path) -> BufferServer:
+def _listen(run: Run, address: str, run_dir: RunDir) -> BufferServer:
     """A restarted buffer comes back where the others look for it, also after a port of 0."""
-    before = run_dir / "buffer_address"
+    before = run_dir.buffer_address
     if before.exists():
         address = before.read_text().strip()
     return BufferServer(run, address, run_id=_run_id(run_dir))
@@ -78,9 +79,9 @@ def _stop_on_signals(server: BufferServer) -> list[int]:
     return stopped
 
 
-def _run_id(run_dir: Path) -> str:
+def _run_id(run_dir: RunDir) -> str:
     """The run's name on the network; made up, and kept, where the launcher gave none."""
-    path = run_dir / "run_id"
+    path = run_dir.run_id
     if not path.exists():
         _write_whole(path, secrets.token_hex(8))
     return path.read_text().strip()

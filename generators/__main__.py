@@ -17,6 +17,7 @@ from pathlib import Path
 from asyncrl.config.load import load_resolved
 from asyncrl.config.schema import Config
 from asyncrl.messages import Hello
+from asyncrl.run_dir import RunDir
 from asyncrl.transport import Client, RefusedError, Unreachable
 from generators.engine import Engine
 from generators.heartbeat import HeartbeatThread
@@ -45,7 +46,7 @@ def main() -> int:
     )
     try:
         config = load_resolved(Path(arguments.config))
-        hello = _hello(Path(arguments.config).parent, arguments.name)
+        hello = _hello(RunDir(Path(arguments.config).parent), arguments.name)
         asyncio.run(_generate(config, arguments.connect or config.network.buffer, hello))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -56,12 +57,11 @@ def main() -> int:
     return 0
 
 
-def _hello(run_dir: Path, name: str) -> Hello:
-    run_id = run_dir / "run_id"
+def _hello(run_dir: RunDir, name: str) -> Hello:
     return Hello(
         role="generator",
         member=f"{name}-{secrets.token_hex(2)}",
-        run_id=run_id.read_text().strip() if run_id.is_file() else None,
+        run_id=run_dir.read_run_id(),
         host=socket.gethostname(),
         pid=os.getpid(),
     )

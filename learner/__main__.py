@@ -8,6 +8,7 @@ once: a checkpoint is whole or not there, so nothing needs to be cleaned up.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import faulthandler
 import logging
 import os
@@ -16,10 +17,15 @@ import sys
 import traceback
 from pathlib import Path
 
+import torch.distributed as dist
+
 from asyncrl.config.load import load_resolved
+from asyncrl.run_dir import RunDir
 from asyncrl.transport import RefusedError, Unreachable
 from learner.loop import Learner
 from learner.ranks import start_ranks
+
+_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,12 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--connect", metavar="ADDRESS", help="the buffer, if not network.buffer")
     options = parser.parse_args(arguments)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _end_with_torch_launcher()
     try:
         config = load_resolved(options.config)
         ranks = start_ranks()
         _log_to_stderr(logging.INFO if ranks.is_lead else logging.WARNING)
         address = options.connect or config.network.buffer
-        learner = Learner(config, options.config.parent, address=address, ranks=ranks)
+        learner = Learner(config, RunDir(options.config.parent), address=address, ranks=ranks)
     except ValueError as error:
         return _fail(2, str(error))
     except (RefusedError, Unreachable) as error:
@@ -58,12 +65,19 @@ def _fail(code: int, message: str) -> int:
     return code
 
 
+def _end_with_torch_launcher() -> None:
+    """A rank does not outlive the torch launcher that started it, even if that one is killed."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _log_to_stderr(level: int) -> None:
     logging.basicConfig(level=level, format="%(asctime)s learner %(message)s", datefmt="%H:%M:%S")
 
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # other ranks may hang in a collective: no destructor may wait for them
+    if code != 0:
+        sys.stderr.flush()
+        os._exit(code)  # other ranks may hang in a collective: no destructor may wait for them
+    dist.destroy_process_group()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.messages import Batch, End
+from asyncrl.run_dir import RunDir
 from asyncrl.types import WeightId
 from asyncrl.wire import Packet, decode_group
 from learner.batch import staleness_metrics
@@ -38,7 +39,7 @@ from learner.ranks import Ranks
 from learner.reporting import Reporter
 from learner.source import BufferLine
 from learner.train_step import train_step
-from learner.weights_out import Publisher, weights_root
+from learner.weights_out import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +52,18 @@ SAY_WAITING_S = 10.0
 class Learner:
     """One rank of the learner, from registration to the end of the run."""
 
-    def __init__(self, config: Config, run_dir: Path, *, address: str, ranks: Ranks) -> None:
+    def __init__(self, config: Config, run_dir: RunDir, *, address: str, ranks: Ranks) -> None:
         self.config = config
         self.run_dir = run_dir
-        self.checkpoints = run_dir / "checkpoints"
+        self.checkpoints = run_dir.checkpoints
         self.ranks = ranks
         self.clock = PhaseClock("start")
-        self.line = BufferLine(address, run_id=_run_id(run_dir), ranks=ranks)
+        self.line = BufferLine(address, run_id=run_dir.read_run_id(), ranks=ranks)
         self.policy = load_policy(config, ranks)
         self.optimizer = Optimizer(self.policy, config.learner.optim)
         self.publisher = Publisher(
             config.weights,
-            weights_root(config.weights, run_dir),
+            run_dir.weights(config),
             dtype=DTYPES[config.model.dtype],
             is_lead=ranks.is_lead,
             announce=self.line.announce,
@@ -148,7 +149,7 @@ class Learner:
         ages = staleness_metrics(groups, step=step, max_staleness=batch.max_staleness)
         values = train_step(self.policy, self.optimizer, groups, self.config, clock=self.clock)
         if values["train/skipped"] and self.ranks.is_lead:
-            _keep_batch(self.run_dir / "skipped" / f"step-{step:08d}", packet)
+            _keep_batch(self.run_dir.skipped / f"step-{step:08d}", packet)
         self.version = step + 1
         return {**values, **ages, "train/replayed": float(batch.replayed)}
 
@@ -222,15 +223,11 @@ class Learner:
     def leave_policy(self) -> None:
         """Exports the final policy; published weights in a directory of ours are not needed now."""
         if self.config.checkpoint.export_hf:
-            directory = self.run_dir / "final"
-            export_policy(directory, self.policy, self.config.model, is_lead=self.ranks.is_lead)
+            export_policy(
+                self.run_dir.final, self.policy, self.config.model, is_lead=self.ranks.is_lead
+            )
         if self.ranks.is_lead and self.config.weights.dir is None:
-            shutil.rmtree(weights_root(self.config.weights, self.run_dir), ignore_errors=True)
-
-
-def _run_id(run_dir: Path) -> str | None:
-    path = run_dir / "run_id"
-    return path.read_text().strip() if path.exists() else None
+            shutil.rmtree(self.run_dir.weights(self.config), ignore_errors=True)
 
 
 def _is_multiple(version: int, every: int) -> bool:

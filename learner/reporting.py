@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.messages import Record
 from asyncrl.metrics import MetricsLog, Value
+from asyncrl.run_dir import RunDir
 from learner.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 class Reporter:
     """Writes for the lead; on other ranks its methods do nothing."""
 
-    def __init__(self, run_dir: Path, config: Config, ranks: Ranks) -> None:
+    def __init__(self, run_dir: RunDir, config: Config, ranks: Ranks) -> None:
         self._log = MetricsLog(run_dir, config) if ranks.is_lead else None
         self._max_staleness = config.max_staleness
 

@@ -7,7 +7,6 @@ write is tried again until a newer version supersedes it, the newest is always p
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
@@ -160,16 +159,6 @@ class Publisher:
 
     def _is_superseded(self) -> bool:
         return self._pending is not None or self._closed
-
-
-def weights_root(config: WeightsSection, run_dir: Path) -> Path:
-    """Where this run publishes: weights.dir, else shared memory, else the run directory."""
-    if config.dir is not None:
-        return Path(config.dir)
-    if Path("/dev/shm").is_dir():
-        digest = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]
-        return Path("/dev/shm") / f"asyncrl-{run_dir.name}-{digest}"
-    return run_dir / "weights"
 
 
 def _check_finite(name: str, tensor: Tensor, weights: WeightId) -> None:

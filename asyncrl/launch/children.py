@@ -87,7 +87,10 @@ def role_command(role: str, *arguments: str) -> list[str]:
 
 
 def learner_command(ranks: int, *arguments: str) -> list[str]:
-    """The learner under torch's launcher, which ends all ranks when one fails."""
+    """The learner: one rank is started plainly; torch's launcher starts several, and ends all
+    when one fails (its own exit code is 1 then, whatever theirs is)."""
+    if ranks == 1:
+        return role_command("learner", *arguments)
     launcher = [sys.executable, "-P", "-m", "torch.distributed.run"]
     placement = ["--standalone", f"--nproc-per-node={ranks}", "--no-python"]
     return [*launcher, *placement, *role_command("learner", *arguments)]

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,7 +21,7 @@ from asyncrl.launch.children import Child, Children, learner_command, role_comma
 from asyncrl.launch.placement import Placement, count_cores, count_gpus, place
 from asyncrl.launch.progress import Progress, print_summary
 from asyncrl.messages import Hello, StatusRequest
-from asyncrl.run_dir import BUFFER_ADDRESS, CONFIG, LOGS, RUN_ID, open_run_dir, weights_root
+from asyncrl.run_dir import RunDir, open_run_dir
 from asyncrl.transport import RefusedError, ThreadClient, Unreachable
 
 _BIND_S = 60.0
@@ -46,14 +45,10 @@ def run_local(config: Config, *, config_name: str, console: Console) -> int:
     """
     placement = place(config, num_gpus=count_gpus(), num_cores=count_cores())
     run_dir = open_run_dir(config, config_name=config_name)
-    weights = weights_root(config, run_dir)
-    config = config.model_copy(
-        update={"weights": config.weights.model_copy(update={"dir": str(weights)})}
-    )
-    save_resolved(config, run_dir / CONFIG)
-    console.print(f"run directory {run_dir}", highlight=False)
+    save_resolved(config, run_dir.config)
+    console.print(f"run directory {run_dir.path}", highlight=False, soft_wrap=True)
     console.print(placement.describe(), highlight=False)
-    with _signals(), Children(run_dir / LOGS) as children:
+    with _signals(), Children(run_dir.logs) as children:
         try:
             return _supervise(config, run_dir, placement, children, console)
         except _Stopped as stopped:
@@ -61,17 +56,17 @@ def run_local(config: Config, *, config_name: str, console: Console) -> int:
             return 128 + stopped.number
         finally:
             children.stop()
-            shutil.rmtree(weights, ignore_errors=True)
+            shutil.rmtree(run_dir.weights(config), ignore_errors=True)
 
 
 def _supervise(
-    config: Config, run_dir: Path, placement: Placement, children: Children, console: Console
+    config: Config, run_dir: RunDir, placement: Placement, children: Children, console: Console
 ) -> int:
     address = _start_buffer(run_dir, children)
     if address is None:
         return _report_failure(children, console)
     _start_others(run_dir, placement, children, address)
-    monitor = _Monitor(address, run_id=(run_dir / RUN_ID).read_text())
+    monitor = _Monitor(address, run_id=run_dir.read_run_id())
     status: dict[str, Any] | None = None
     try:
         with Progress(console, run_dir, max_steps=config.max_steps) as progress:
@@ -88,19 +83,19 @@ def _supervise(
     return 0
 
 
-def _start_buffer(run_dir: Path, children: Children) -> str | None:
+def _start_buffer(run_dir: RunDir, children: Children) -> str | None:
     """Returns the buffer's address, or None when it ended before it listened."""
-    child = children.start("buffer", role_command("buffer", str(run_dir / CONFIG)), env={})
+    child = children.start("buffer", role_command("buffer", str(run_dir.config)), env={})
     ends = time.monotonic() + _BIND_S
     while time.monotonic() < ends and child.exit_code is None:
-        if (run_dir / BUFFER_ADDRESS).exists():
-            return (run_dir / BUFFER_ADDRESS).read_text()
+        if run_dir.buffer_address.exists():
+            return run_dir.buffer_address.read_text()
         time.sleep(0.05)
     return None
 
 
-def _start_others(run_dir: Path, placement: Placement, children: Children, address: str) -> None:
-    common = [str(run_dir / CONFIG), "--connect", address]
+def _start_others(run_dir: RunDir, placement: Placement, children: Children, address: str) -> None:
+    common = [str(run_dir.config), "--connect", address]
     children.start(
         "learner",
         learner_command(placement.learner_ranks, *common),
@@ -140,7 +135,7 @@ def _phase(status: dict[str, Any] | None) -> str:
 class _Monitor:
     """Asks the buffer for its status, and does not mind when it does not answer."""
 
-    def __init__(self, address: str, *, run_id: str) -> None:
+    def __init__(self, address: str, *, run_id: str | None) -> None:
         hello = Hello(
             role="monitor",
             member=f"launcher-{secrets.token_hex(2)}",

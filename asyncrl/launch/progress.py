@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.run_dir import METRICS
+from asyncrl.run_dir import RunDir
 
 _EVENT_S = 30.0
 """Off a terminal: seconds without a step after which a line says what is waited for."""
@@ -26,9 +26,9 @@ _UNITS = "                     mean     max      tok/s       tok/s       s      
 class Progress:
     """Prints as a run goes on. On a terminal a live line below says what is waited for."""
 
-    def __init__(self, console: Console, run_dir: Path, *, max_steps: int | None) -> None:
+    def __init__(self, console: Console, run_dir: RunDir, *, max_steps: int | None) -> None:
         self._console = console
-        self._metrics = _Tail(run_dir / METRICS)
+        self._metrics = _Tail(run_dir.metrics)
         self._max_steps = max_steps
         self._started = time.monotonic()
         self._first_step: tuple[int, float] | None = None
@@ -110,13 +110,13 @@ def minutes(seconds: float) -> str:
     return f"{int(seconds) // 60:2d}:{int(seconds) % 60:02d}"
 
 
-def print_summary(console: Console, run_dir: Path, status: dict[str, Any] | None) -> None:
+def print_summary(console: Console, run_dir: RunDir, status: dict[str, Any] | None) -> None:
     """The result of a run in one table."""
-    records = _Tail(run_dir / METRICS).new_records()
+    records = _Tail(run_dir.metrics).new_records()
     steps = [record for record in records if "time/step_s" in record]
     rewards = [record for record in records if "buffer/reward_mean" in record]
     evals = [record for record in records if "eval/accuracy" in record]
-    table = Table(title=f"run {run_dir.name}", title_justify="left", show_header=False)
+    table = Table(title=f"run {run_dir.path.name}", title_justify="left", show_header=False)
     for record in evals:
         table.add_row(
             f"held-out accuracy, version {record['eval/version']}",
@@ -134,7 +134,7 @@ def print_summary(console: Console, run_dir: Path, status: dict[str, Any] | None
         counts = status.get("counts") or {}
         fates = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
         table.add_row("prompts", fates)
-    table.add_row("files", str(run_dir))
+    table.add_row("files", str(run_dir.path))
     console.print(table)
 
 
