@@ -43,21 +43,22 @@ def main(arguments: list[str] | None = None) -> int:
         learner = Learner(config, RunDir(options.config.parent), address=address, ranks=ranks)
     except ValueError as error:
         return _fail(2, str(error))
-    except (RefusedError, Unreachable) as error:
-        return _fail(1, str(error))
-    return _run(learner)
-
-
-def _run(learner: Learner) -> int:
+    except Exception as error:
+        return _explain(error)
     try:
         return learner.run()
-    except RefusedError as error:
+    except Exception as error:
+        return _explain(error)
+
+
+def _explain(error: Exception) -> int:
+    """Says why this rank ends: in one line where that says it all, else with the traceback."""
+    if isinstance(error, RefusedError):
         newer = "a newer learner took over this run: " if error.code == "fenced" else ""
         return _fail(1, newer + str(error))
-    except Unreachable as error:
+    if isinstance(error, Unreachable):
         return _fail(1, str(error))
-    except Exception:
-        return _fail(1, traceback.format_exc())
+    return _fail(1, "".join(traceback.format_exception(error)))
 
 
 def _fail(code: int, message: str) -> int:

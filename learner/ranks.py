@@ -31,15 +31,14 @@ class Ranks:
         return self.rank == 0
 
     def broadcast(self, parts: list[bytes] | None) -> list[bytes]:
-        """Byte strings from rank 0 to every rank, in host memory. The others pass None."""
+        """Rank 0's byte strings, on every rank. What the others pass (None, say) is not looked at."""
+        packed = _pack(parts or []) if self.is_lead else b""
         if self.size == 1:
-            assert parts is not None
-            return parts
-        packed = b"" if parts is None else _pack(parts)
+            return _unpack(packed)
         size = torch.tensor([len(packed)], dtype=torch.int64)
         dist.broadcast(size, src=0)
         data = torch.zeros(int(size), dtype=torch.uint8)
-        if parts is not None:
+        if self.is_lead:
             data.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
         dist.broadcast(data, src=0)
         return _unpack(data.numpy().tobytes())

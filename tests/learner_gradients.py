@@ -37,7 +37,11 @@ def step_gradients(
 
 def main(model: Path, out: Path) -> None:
     config = make_config(model)
-    policy = load_policy(config, start_ranks())
+    ranks = start_ranks()
+    heard = ranks.broadcast([b"from", b"", f"rank {ranks.rank}".encode()])
+    if heard != [b"from", b"", b"rank 0"]:
+        raise RuntimeError(f"rank {ranks.rank} heard {heard}")
+    policy = load_policy(config, ranks)
     gradients, metrics = step_gradients(policy, make_groups(3), config)
     if policy.ranks.is_lead:
         numbers = {f"metric/{name}": torch.tensor(value) for name, value in metrics.items()}
