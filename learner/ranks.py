@@ -31,7 +31,7 @@ class Ranks:
         return self.rank == 0
 
     def broadcast(self, parts: list[bytes] | None) -> list[bytes]:
-        """Rank 0's byte strings, on every rank. What the others pass (None, say) is not looked at."""
+        """Rank 0's byte strings, on every rank; what the others pass is not looked at."""
         packed = _pack(parts or []) if self.is_lead else b""
         if self.size == 1:
             return _unpack(packed)

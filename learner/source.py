@@ -11,7 +11,7 @@ import os
 import queue
 import secrets
 import socket
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 
 from asyncrl.messages import (
@@ -26,7 +26,7 @@ from asyncrl.messages import (
     Registered,
     Waiting,
 )
-from asyncrl.transport import ThreadClient, Unreachable
+from asyncrl.transport import ThreadClient
 from asyncrl.types import WeightId
 from asyncrl.wire import Packet, decode, encode
 from learner.ranks import Ranks
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 120.0
 """How long a request may go unanswered (a buffer restarts, say) before the learner gives up."""
-FAREWELL_S = 5.0
-"""The same after the end of the run, when the buffer is free to leave."""
+FAREWELL_S = 3.0
+"""The same once the buffer has said that the run has ended, when it is free to leave."""
 
 
 class BufferLine:
@@ -47,7 +47,8 @@ class BufferLine:
         self._client = _connect(address, run_id) if ranks.is_lead else None
         self._replies: queue.SimpleQueue[Packet | BaseException] = queue.SimpleQueue()
         self._inc = 0
-        self._ended = False
+        self._end: Future[None] = Future()
+        """Done as soon as the buffer has said End, even if the loop has yet to read it."""
 
     def register(self, *, checkpoint_version: int, config_digest: str) -> Registered:
         """Takes over the run from a checkpoint (0: from its beginning)."""
@@ -67,9 +68,7 @@ class BufferLine:
 
         Of answers that came meanwhile the newest is returned, with the records of all.
         """
-        packet = self._share(self._newest() if self._client is not None else None)
-        self._ended = isinstance(packet.message, End)
-        return packet
+        return self._share(self._newest() if self._client is not None else None)
 
     def commit(self, version: int, metrics: dict[str, float]) -> None:
         """Says that the weights are now `version`."""
@@ -92,15 +91,21 @@ class BufferLine:
             self._client.close()
 
     def _tell(self, message: Message) -> None:
+        """Sends and waits for the answer; once the run has ended, only for as long as a farewell
+        is worth: the buffer may have left."""
         if self._client is None:
             return
-        try:
-            self._client.call(message, deadline_s=FAREWELL_S if self._ended else PATIENCE_S)
-        except Unreachable:
-            if not self._ended:
-                raise
+        reply = self._client.call_soon(message, deadline_s=PATIENCE_S)
+        wait([reply, self._end], return_when=FIRST_COMPLETED)
+        if not reply.done():
+            wait([reply], timeout=FAREWELL_S)
+        if reply.done() or not self._end.done():
+            reply.result()
+        else:
+            reply.cancel()
+            log.info("the buffer has left before it heard of %s", type(message).__name__)
 
-    def _ask(self, client: ThreadClient, message: Fetch) -> None:
+    def _ask(self, client: ThreadClient, fetch: Fetch) -> None:
         """Sends a Fetch whose answer lands in the queue; after a Waiting, sends it again."""
 
         def on_reply(reply: Future[Packet]) -> None:
@@ -108,11 +113,14 @@ class BufferLine:
             if error is not None:
                 self._replies.put(error)
                 return
-            self._replies.put(reply.result())
-            if isinstance(reply.result().message, Waiting):
-                self._ask(client, message)
+            packet = reply.result()
+            if isinstance(packet.message, End):
+                self._end.set_result(None)
+            self._replies.put(packet)
+            if isinstance(packet.message, Waiting):
+                self._ask(client, fetch)
 
-        client.call_soon(message, deadline_s=PATIENCE_S).add_done_callback(on_reply)
+        client.call_soon(fetch, deadline_s=PATIENCE_S).add_done_callback(on_reply)
 
     def _newest(self) -> Packet:
         records = []
