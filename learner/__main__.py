@@ -8,7 +8,6 @@ once: a checkpoint is whole or not there, so nothing needs to be cleaned up.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import logging
 import os
@@ -20,12 +19,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from asyncrl.config.load import load_resolved
+from asyncrl.parent import end_with_parent
 from asyncrl.run_dir import RunDir
 from asyncrl.transport import RefusedError, Unreachable
 from learner.loop import Learner
 from learner.ranks import start_ranks
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--connect", metavar="ADDRESS", help="the buffer, if not network.buffer")
     options = parser.parse_args(arguments)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    _end_with_torch_launcher()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGKILL)  # no rank outlives the torch launcher that started it
     try:
         config = load_resolved(options.config)
         ranks = start_ranks()
@@ -64,12 +63,6 @@ def _explain(error: Exception) -> int:
 def _fail(code: int, message: str) -> int:
     print(f"learner: {message}", file=sys.stderr)
     return code
-
-
-def _end_with_torch_launcher() -> None:
-    """A rank does not outlive the torch launcher that started it, even if that one is killed."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _log_to_stderr(level: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,12 +9,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Self
 
+from asyncrl.parent import end_with_parent
+
 _STOP_S = 8.0
 """Time to end after SIGTERM; then SIGKILL."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class Children:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **env},
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),
             )
         child = Child(name, process, log)
         self.all.append(child)
@@ -101,8 +102,3 @@ def _signal_group(child: Child, number: signal.Signals) -> None:
         os.killpg(child.process.pid, number)
     except ProcessLookupError:
         pass
-
-
-def _die_with_parent() -> None:
-    """Asks the kernel for SIGTERM when the launcher dies, however it dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
