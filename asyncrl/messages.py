@@ -20,6 +20,9 @@ The one exception is Started, which is not answered. Any request may be answered
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,6 +33,7 @@ PROTOCOL = 1
 """Raised by any change to a message. Peers of another protocol are refused at Hello."""
 
 Kind = Literal["train", "eval"]
+Role = Literal["generator", "learner", "monitor"]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
 
@@ -44,7 +48,7 @@ class Hello(Message):
     """First message on a connection, sent again whenever the buffer has forgotten it."""
 
     type: Literal["hello"] = "hello"
-    role: Literal["generator", "learner", "monitor"]
+    role: Role
     member: str
     """Unique for each life of a process, as `generator-0-8f3a`."""
     run_id: str | None
@@ -52,6 +56,13 @@ class Hello(Message):
     protocol: int = PROTOCOL
     host: str
     pid: int
+
+    @classmethod
+    def here(cls, role: Role, *, name: str, run_id: str | None) -> Hello:
+        """The hello of this process, in this life of it."""
+        member = f"{name}-{secrets.token_hex(2)}"
+        host, pid = socket.gethostname(), os.getpid()
+        return cls(role=role, member=member, run_id=run_id, host=host, pid=pid)
 
 
 class Welcome(Message):

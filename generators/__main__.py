@@ -7,9 +7,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
-import secrets
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -46,7 +44,11 @@ def main() -> int:
     )
     try:
         config = load_resolved(Path(arguments.config))
-        hello = _hello(RunDir(Path(arguments.config).parent), arguments.name)
+        hello = Hello.here(
+            "generator",
+            name=arguments.name,
+            run_id=RunDir(Path(arguments.config).parent).read_run_id(),
+        )
         asyncio.run(_generate(config, arguments.connect or config.network.buffer, hello))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -55,16 +57,6 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _hello(run_dir: RunDir, name: str) -> Hello:
-    return Hello(
-        role="generator",
-        member=f"{name}-{secrets.token_hex(2)}",
-        run_id=run_dir.read_run_id(),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-    )
 
 
 async def _generate(config: Config, address: str, hello: Hello) -> None:

@@ -7,12 +7,10 @@ passes on to the others as bytes, so that all ranks decide alike.
 from __future__ import annotations
 
 import logging
-import os
 import queue
-import secrets
-import socket
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
+from typing import Any
 
 from asyncrl.messages import (
     Checkpointed,
@@ -96,7 +94,8 @@ class BufferLine:
         if self._client is None:
             return
         reply = self._client.call_soon(message, deadline_s=PATIENCE_S)
-        wait([reply, self._end], return_when=FIRST_COMPLETED)
+        either: list[Future[Any]] = [reply, self._end]
+        wait(either, return_when=FIRST_COMPLETED)
         if not reply.done():
             wait([reply], timeout=FAREWELL_S)
         if reply.done() or not self._end.done():
@@ -139,13 +138,7 @@ class BufferLine:
 
 
 def _connect(address: str, run_id: str | None) -> ThreadClient:
-    hello = Hello(
-        role="learner",
-        member=f"learner-{secrets.token_hex(2)}",
-        run_id=run_id,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-    )
+    hello = Hello.here("learner", name="learner", run_id=run_id)
     client = ThreadClient(address, hello=hello)
     client.connect(deadline_s=PATIENCE_S)
     return client

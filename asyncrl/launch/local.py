@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -136,13 +133,7 @@ class _Monitor:
     """Asks the buffer for its status, and does not mind when it does not answer."""
 
     def __init__(self, address: str, *, run_id: str | None) -> None:
-        hello = Hello(
-            role="monitor",
-            member=f"launcher-{secrets.token_hex(2)}",
-            run_id=run_id,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-        )
+        hello = Hello.here("monitor", name="launcher", run_id=run_id)
         self._client = ThreadClient(address, hello=hello)
 
     def status(self) -> dict[str, Any] | None:
