@@ -52,8 +52,11 @@ class VllmEngine:
     async def start(self) -> None:
         _set_environment(self._config)
         _check_version()
-        self._llm = await asyncio.to_thread(_make_llm, self._config)
+        await asyncio.to_thread(self._load)
         await self._llm.update_weight_version(str(self._serving))
+
+    def _load(self) -> None:
+        self._llm = _make_llm(self._config)  # not returned: a finished future would keep it alive
 
     async def generate(
         self, prompt_ids: Int32Array, sampling: Sampling, *, seed: int, request_id: str
