@@ -19,11 +19,10 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One finished run: its training records and its evaluations, in order."""
+    """One finished run: a record for each step, the buffer's and the learner's in one."""
 
     directory: Path
     steps: list[dict[str, Any]]
-    evals: list[dict[str, Any]]
 
     def median(self, name: str, *, skip: int = 2) -> float:
         """Median over steps, without the first `skip` (engines warm up there)."""
@@ -50,11 +49,9 @@ def launch(config: Path, overrides: Iterable[str], *, directory: Path, name: str
 def read_run(directory: Path) -> Run:
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    return Run(
-        directory,
-        steps=[record for record in records if "time/step_s" in record],
-        evals=[record for record in records if "eval/accuracy" in record],
-    )
+    buffer = {record["step"]: record for record in records if "buffer/reward_mean" in record}
+    steps = [record for record in records if "time/step_s" in record]
+    return Run(directory, [{**buffer[record["step"]], **record} for record in steps])
 
 
 def save_result(name: str, result: dict[str, Any]) -> Path:

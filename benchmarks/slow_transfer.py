@@ -3,8 +3,8 @@
     python benchmarks/slow_transfer.py configs/demo.yaml --steps 10
 
 The first run publishes as fast as the disk takes it; the second is given a bound on bytes per
-second that makes a transfer take ten times as long. Compared are the learner's time per step
-without its waits for data, and the tokens that generators make a second. Writes
+second that makes a transfer take ten times as long. Compared are the learner's time per step,
+waits included, and the tokens that generators make a second. Writes
 benchmarks/results/slow_transfer.json.
 """
 
