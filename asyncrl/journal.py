@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised by any change to a table. A journal of another schema is refused."""
 SEGMENT_BYTES = 64 << 20
 """A segment is closed when it would grow over this."""
@@ -43,7 +43,8 @@ CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS groups(
   number INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, position INTEGER NOT NULL,
   state TEXT NOT NULL, attempt INTEGER NOT NULL, strikes INTEGER NOT NULL,
-  seed_k INTEGER NOT NULL, member TEXT NOT NULL, version INTEGER, step INTEGER,
+  seed_k INTEGER NOT NULL, member TEXT NOT NULL, version INTEGER, started INTEGER NOT NULL,
+  step INTEGER,
   accepted_attempt INTEGER, segment INTEGER, offset INTEGER, length INTEGER,
   token_versions TEXT NOT NULL, reason TEXT NOT NULL, UNIQUE(epoch, position));
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups(step);
@@ -78,6 +79,8 @@ class GroupRow(NamedTuple):
     seed_k: int
     member: str
     version: int | None
+    started: int
+    """1: generation has begun, 0: leased only, or not even that."""
     step: int | None
     accepted_attempt: int | None
     segment: int | None

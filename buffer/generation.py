@@ -177,7 +177,7 @@ class Generation:
             version, index = message.group
             return self._evaluations.fail(version, index, message.attempt, now=now)
         id = GroupId(*message.group)
-        judgement = self._ledger.fail(id, message.attempt, content=content, reason=reason)
+        judgement = self._ledger.fail(id, message.attempt, content=content, reason=reason, now=now)
         if judgement == "accepted":
             self._tally.failed(f"group {id}: {reason}")
         return judgement

@@ -66,6 +66,7 @@ class Group:
             seed_k=self.seed_k,
             member=self.member,
             version=self.version,
+            started=int(self.started_at is not None),
             step=self.step,
             accepted_attempt=self.accepted_attempt,
             segment=segment,
@@ -94,4 +95,5 @@ class Group:
             payload=payload,
             token_versions={int(v): n for v, n in json.loads(row.token_versions).items()},
             reason=row.reason,
+            started_at=0.0 if row.started else None,
         )

@@ -21,6 +21,8 @@ from buffer.policy import StalenessPolicy
 
 Judgement = Literal["accepted", "duplicate", "superseded", "stale", "unknown"]
 
+LATE_SHARE = 0.99
+"""A lease given back after this share of its time is late: clocks of two machines differ a bit."""
 LOST_LEASE_S = 10.0
 """A lease that its living generator does not report for this long never arrived there."""
 
@@ -153,15 +155,22 @@ class Ledger:
         self.policy.finish(group.number, group.version)
         self._move(group, State.READY)
 
-    def fail(self, id: GroupId, attempt: int, *, content: bool, reason: str) -> Judgement:
-        """A generator gives a lease back. Failures caused by content count to quarantine."""
+    def fail(
+        self, id: GroupId, attempt: int, *, content: bool, reason: str, now: float
+    ) -> Judgement:
+        """A generator gives a lease back. To quarantine count failures caused by content, and a
+        lease that was begun and whose time is over, as if it had expired here."""
         group = self._groups.get(id)
         if group is None or attempt > group.attempt:
             return "unknown"
         if group.state != State.LEASED or group.attempt != attempt:
             return "superseded"
         group.seed_k += content
-        self._strike(group, reason) if content else self._reissue(group, reason)
+        is_over = now - group.granted_at >= LATE_SHARE * self._lease_timeout_s
+        if content or (is_over and group.started_at is not None):
+            self._strike(group, reason)
+        else:
+            self._reissue(group, reason)
         return "accepted"
 
     def release_member(self, member: str, *, reason: str) -> int:
@@ -279,7 +288,8 @@ class Ledger:
         if not self.policy.resume(group.number, group.version, finished=finished):
             self._reissue(group, f"version {group.version} is too old for this max_staleness")
         elif not finished:
-            group.granted_at, group.started_at = now, now
+            group.granted_at = now
+            group.started_at = None if group.started_at is None else now
 
     def _oldest(self, group: Group, oldest_version: int | None) -> int:
         if oldest_version is not None:
@@ -298,7 +308,7 @@ class Ledger:
     def _reissue(self, group: Group, reason: str) -> None:
         self.policy.release(group.number)
         group.attempt += 1
-        group.version = group.payload = group.accepted_attempt = None
+        group.version = group.payload = group.accepted_attempt = group.started_at = None
         group.member, group.reason = "", reason
         group.token_versions = {}
         self._move(group, State.WAITING)

@@ -2,8 +2,9 @@
 
 B groups per step; n = next_step * B groups are assigned; v is the highest committed version; q
 groups are outstanding (admitted, not assigned, no other fate). Each outstanding group has a
-deadline, the last step that may train it: that of the version that generates it, or of v while
-nobody does. H says that with the outstanding groups in order of deadline, the j-th reaches step
+deadline, the last step that may train it: that of the version that generates it. While nobody
+does, it is that of v, or of the version that the group must wait for, if that is newer (so it is
+after a run was resumed with a smaller max_staleness). H says that with the outstanding groups in order of deadline, the j-th reaches step
 floor((n + j) / B) in time. In `fifo` order the group at place i of the queue is trained in step
 floor((n + i) / B), so H is kept for each place by itself:
 
@@ -82,7 +83,7 @@ class StalenessPolicy:
     @property
     def exhausted(self) -> bool:
         """True when every batch there will ever be is assigned."""
-        if self.closed or self.next_step == self.max_steps:
+        if self.closed or self._is_past_max_steps(self.next_step):
             return True
         return self._data_ended and not self._order
 
@@ -104,7 +105,7 @@ class StalenessPolicy:
 
     def can_admit(self) -> bool:
         """Whether one more group fits, by H, by max_steps and by what the data holds."""
-        if self.closed or self._next_place_step == self.max_steps:
+        if self.closed or self._is_past_max_steps(self._next_place_step):
             return False
         if self._data_ended and not self._wraps:
             return False
@@ -210,8 +211,7 @@ class StalenessPolicy:
 
     def deadlines(self) -> list[int]:
         """The last step that may train each outstanding group, in order of admission."""
-        places = [self._places[number] for number in self._order]
-        made_by = [self.committed if p.version is None else p.version for p in places]
+        made_by = [self._made_by(number) for number in self._order]
         return [versions.last_step(version, self.max_staleness) for version in made_by]
 
     @property
@@ -232,6 +232,14 @@ class StalenessPolicy:
         if self.last_batch != "wrap" or not self._order or self._order[0] >= self.num_groups:
             return False
         return len(self._order) % self.groups_per_step > 0
+
+    def _is_past_max_steps(self, step: int) -> bool:
+        return self.max_steps is not None and step >= self.max_steps
+
+    def _made_by(self, number: int) -> int:
+        """The version that generates a group, or the oldest that still can."""
+        version = self._places[number].version
+        return max(self.committed, self.min_version(number)) if version is None else version
 
     def _step_of(self, number: int) -> int:
         place = bisect_left(self._order, number)

@@ -303,7 +303,7 @@ class Run:
 
     def _why_over(self) -> str:
         steps, config = self.ledger.policy.next_step, self.config
-        if steps == config.max_steps:
+        if config.max_steps is not None and steps >= config.max_steps:
             return f"all {steps} steps of max_steps are trained"
         return (
             f"data exhausted after {steps} steps: {self.prompts.num_groups} prompts in "

@@ -53,6 +53,7 @@ def row(
         seed_k=0,
         member="generator-0",
         version=0,
+        started=1,
         step=step,
         accepted_attempt=0,
         segment=segment,
@@ -147,7 +148,7 @@ def test_a_second_writer_and_another_schema_are_refused(tmp_path: Path) -> None:
     database.execute("UPDATE meta SET value='99' WHERE key='schema'")
     database.commit()
     database.close()
-    with pytest.raises(ValueError, match="has schema 99, this program reads 1"):
+    with pytest.raises(ValueError, match="has schema 99, this program reads 2"):
         Journal(tmp_path)
 
 

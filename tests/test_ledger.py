@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from asyncrl.journal import GroupRow, PayloadRef
 from asyncrl.types import GroupId
 from buffer.groups import Group, State
@@ -58,7 +60,7 @@ def test_a_group_that_another_attempt_finished_is_superseded() -> None:
     assert lease(ledger, "b").attempt == 1
     accept(ledger, FIRST, 0)
     assert ledger.judge(FIRST, 1, 0) == "superseded"
-    assert ledger.fail(FIRST, 1, content=True, reason="late") == "superseded"
+    assert ledger.fail(FIRST, 1, content=True, reason="late", now=0.0) == "superseded"
 
 
 def test_a_group_never_leased_is_unknown() -> None:
@@ -94,7 +96,7 @@ def test_content_failures_raise_the_seed_number_and_end_in_quarantine() -> None:
     for attempt in range(3):
         group = lease(ledger)
         assert (group.id, group.attempt, group.seed_k) == (FIRST, attempt, attempt)
-        ledger.fail(FIRST, attempt, content=True, reason="bad answer")
+        ledger.fail(FIRST, attempt, content=True, reason="bad answer", now=0.0)
     assert group.state == State.QUARANTINED
     assert group.reason == "bad answer"
     assert lease(ledger).id == GroupId(0, 1)
@@ -104,7 +106,7 @@ def test_failures_of_machines_never_quarantine() -> None:
     ledger = make_ledger()
     for attempt in range(10):
         assert lease(ledger).attempt == attempt
-        ledger.fail(FIRST, attempt, content=False, reason="engine died")
+        ledger.fail(FIRST, attempt, content=False, reason="engine died", now=0.0)
     assert lease(ledger).seed_k == 0
 
 
@@ -115,6 +117,28 @@ def test_the_clock_of_a_lease_starts_with_the_generation() -> None:
     assert ledger.expire(now=180.0) == 0
     assert ledger.expire(now=191.0) == 1
     assert (group.state, group.attempt, group.strikes) == (State.WAITING, 1, 1)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_prompt_that_hangs_every_generator_is_quarantined(told: bool) -> None:
+    """Whether the generator's own clock ends the lease, or the one here."""
+    ledger = make_ledger()
+    for attempt in range(3):
+        now = 1000.0 * attempt
+        group = lease(ledger, now=now)
+        assert (group.id, group.attempt, group.seed_k) == (FIRST, attempt, 0)
+        assert ledger.started(FIRST, attempt, 0, now=now + 0.5)
+        if told:
+            ledger.fail(FIRST, attempt, content=False, reason="not finished", now=now + 100.1)
+        ledger.expire(now=now + 101.0)
+    assert (group.state, group.strikes) == (State.QUARANTINED, 3)
+
+
+def test_a_lease_given_back_late_but_never_begun_does_not_count() -> None:
+    ledger = make_ledger()
+    group = lease(ledger, now=0.0)
+    ledger.fail(FIRST, 0, content=False, reason="no room", now=100.1)
+    assert (group.state, group.strikes) == (State.WAITING, 0)
 
 
 def test_a_lease_that_its_generator_does_not_report_is_leased_again() -> None:
@@ -177,6 +201,17 @@ def test_a_restart_keeps_the_books_and_gives_leases_a_fresh_deadline() -> None:
     accept(again, groups[3].id)
     again.commit(1)
     assert [group.number for group in again.assign()[1]] == [2, 3]
+
+
+def test_after_a_restart_only_leases_that_had_begun_count_when_they_run_late() -> None:
+    ledger = make_ledger()
+    begun, granted = lease(ledger), lease(ledger)
+    ledger.started(begun.id, 0, 0, now=0.0)
+    again = restarted(ledger, ledger.take_rows())
+    assert [group.started_at for group in again.leased()] == [1000.0, None]
+    assert again.expire(now=1101.0) == 2
+    strikes = {row.number: row.strikes for row in again.take_rows()}
+    assert strikes == {begun.number: 1, granted.number: 0}
 
 
 def test_a_restart_with_a_smaller_bound_generates_anew_what_is_too_old_for_it() -> None:

@@ -67,6 +67,7 @@ class Schedules(RuleBasedStateMachine):
         self.serving = {"a": 0, "b": 0}
         self.now = 0.0
         self.sizes: list[int] = []
+        self.admitted_by_wider_bound: set[int] = set()
 
     def new_ledger(self) -> Ledger:
         num_groups = self.policy.num_groups
@@ -138,7 +139,7 @@ class Schedules(RuleBasedStateMachine):
             self.ledger.expire(now=self.now)
         else:
             content = kind == "content"
-            self.ledger.fail(group.id, group.attempt, content=content, reason="test")
+            self.ledger.fail(group.id, group.attempt, content=content, reason="test", now=self.now)
 
     @rule(member=st.sampled_from(["a", "b"]))
     def swap(self, member: str) -> None:
@@ -171,21 +172,41 @@ class Schedules(RuleBasedStateMachine):
     def buffer_restarts(self) -> None:
         """Everything is read back from rows."""
         before, states = self.policy, self.ledger.counts
+        unstarted = [group.id for group in self.in_flight(started=False)]
+        self.restart(max_staleness=self.bound, max_steps=before.max_steps)
+        assert +self.ledger.counts == +states
+        assert [group.id for group in self.in_flight(started=False)] == unstarted
+        assert self.policy.outstanding == before.outstanding
+        assert self.policy.deadlines() == before.deadlines()
+        assert self.policy.exhausted == before.exhausted
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.bound > 0)
+    def buffer_restarts_with_a_smaller_bound(self, data: st.DataObject) -> None:
+        self.bound = data.draw(st.integers(0, self.bound - 1))
+        self.publish_every = min(self.publish_every, self.bound + 1)
+        self.admitted_by_wider_bound |= {*self.policy.outstanding}
+        self.restart(max_staleness=self.bound, max_steps=self.policy.max_steps)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.policy.next_step > 0)
+    def buffer_restarts_with_fewer_steps(self, data: st.DataObject) -> None:
+        fewer = data.draw(st.integers(1, self.policy.max_steps or 6))
+        self.restart(max_staleness=self.bound, max_steps=fewer)
+
+    def restart(self, *, max_staleness: int, max_steps: int | None) -> None:
+        before = self.policy
         self.journal |= {row.number: row for row in self.ledger.take_rows()}
         self.policy = StalenessPolicy(
-            max_staleness=before.max_staleness,
+            max_staleness=max_staleness,
             groups_per_step=before.groups_per_step,
             num_groups=before.num_groups,
-            max_steps=before.max_steps,
+            max_steps=max_steps,
             last_batch=before.last_batch,
         )
         self.ledger = self.new_ledger()
         rows = [self.journal[number] for number in sorted(self.journal)]
         self.ledger.restore(rows, committed=self.version, steps=before.next_step, now=self.now)
-        assert +self.ledger.counts == +states
-        assert self.policy.outstanding == before.outstanding
-        assert self.policy.deadlines() == before.deadlines()
-        assert self.policy.exhausted == before.exhausted
 
     @rule()
     def follow_up(self) -> None:
@@ -198,9 +219,15 @@ class Schedules(RuleBasedStateMachine):
             return
         size, next_pick = self.policy.groups_per_step, sum(self.sizes)
         groups = [self.ledger._by_number[number] for number in self.policy.outstanding]
-        deadlines = sorted(
-            self.bound + (self.version if group.version is None else group.version)
+        waiting_for_later = [
+            group.version is None and group.number in self.admitted_by_wider_bound
             for group in groups
+        ]
+        deadlines = sorted(
+            (next_pick + place) // size
+            if waits
+            else self.bound + (self.version if group.version is None else group.version)
+            for place, (group, waits) in enumerate(zip(groups, waiting_for_later, strict=True))
         )
         for place, deadline in enumerate(deadlines):
             assert (next_pick + place) // size <= deadline
@@ -241,11 +268,13 @@ class Schedules(RuleBasedStateMachine):
 
     def check_end(self) -> None:
         policy, counts = self.policy, self.ledger.counts
+        self.ledger.cancel_outstanding("the run has ended")
         assert counts[State.TRAINED] == sum(self.sizes)
         assert not any(counts[s] for s in (State.WAITING, State.LEASED, State.READY))
         smaller = [size for size in self.sizes if size < policy.groups_per_step]
         assert len(smaller) <= (policy.last_batch == "train")
-        if policy.next_step != policy.max_steps:
+        if policy.max_steps is None or policy.next_step < policy.max_steps:
+            assert counts[State.CANCELLED] == 0
             assert policy.admitted >= policy.num_groups
 
 
@@ -346,3 +375,28 @@ def test_a_filtered_last_group_ends_the_data_without_an_empty_batch() -> None:
     assert (before, policy.exhausted) == (False, True)
     assert not policy.can_assign()
     assert policy.next_step == 1
+
+
+def test_a_run_resumed_with_a_smaller_bound_assigns_what_was_waiting() -> None:
+    wide = StalenessPolicy(max_staleness=4, groups_per_step=1, num_groups=9)
+    while wide.can_admit():
+        wide.admit()
+    policy = StalenessPolicy(max_staleness=0, groups_per_step=1, num_groups=9)
+    policy.restore(admitted=5, committed=0, next_step=0, closed=False, queue=[*wide.outstanding])
+    for step in range(9):
+        if policy.can_admit():
+            policy.admit()
+        head = policy.outstanding[0]
+        assert policy.lease(head) == step
+        policy.finish(head, step)
+        assert policy.assign() == (head,)
+        policy.commit(step + 1)
+    assert policy.exhausted
+
+
+@pytest.mark.parametrize("max_steps", [2, 3])
+def test_a_run_resumed_with_fewer_steps_than_it_has_made_is_over(max_steps: int) -> None:
+    policy = StalenessPolicy(max_staleness=0, groups_per_step=1, num_groups=9, max_steps=max_steps)
+    policy.restore(admitted=3, committed=3, next_step=3, closed=False, queue=[])
+    assert policy.exhausted
+    assert not policy.can_admit()
