@@ -14,7 +14,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.launch.local import run_local
 from asyncrl.launch.models import find_model
-from asyncrl.tasks.rewards import check_reward, resolve
+from asyncrl.tasks.rewards import check_reward
 from asyncrl.tasks.rows import load_rows
 
 app = typer.Typer(
@@ -57,7 +57,7 @@ def _check(config: Config) -> Config:
     Returns the config with the model's directory in it. Raises ValueError.
     """
     rows = load_rows(config)
-    check_reward(resolve(config.reward.path), rows.train[0])
+    check_reward(config.reward.path, rows.train[0], timeout_s=config.reward.timeout_s)
     model = find_model(config.model.path)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
 

@@ -14,18 +14,24 @@ import importlib
 import importlib.util
 import inspect
 import math
+import multiprocessing
 import numbers
+import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pebble import ProcessExpired, ProcessPool
+
 from asyncrl.config.fields import nearest
+from asyncrl.parent import end_with_parent
 from asyncrl.types import Row
 
 RewardFunction = Callable[..., Any]
+
+_DRY_CALL = "a dry call with the first training row and a response '0'"
 
 
 def resolve(path: str) -> RewardFunction:
@@ -76,32 +82,62 @@ def call_reward(function: RewardFunction, row: Row, text: str) -> tuple[float, d
     return score, {name: extra for name, extra in parts.items() if extra is not None}
 
 
-def check_reward(function: RewardFunction, row: Row, *, timeout_s: float = 30.0) -> None:
-    """Calls the function once with a made-up response, before any engine loads.
+def check_reward(path: str, row: Row, *, timeout_s: float) -> None:
+    """Resolves `path` and calls the function once with a made-up response, before any engine loads.
 
-    Raises ValueError when it raises, returns no number, or takes longer than `timeout_s`.
+    Both happen in a process of their own, on its main thread as in the worker pool, which is killed
+    when the call takes longer than `timeout_s`. Raises ValueError that says what is wrong.
     """
-    failures: list[str | None] = []
-
-    def dry_call() -> None:
-        try:
-            call_reward(function, row, "0")
-            failures.append(None)
-        except BaseException as error:  # SystemExit of a script is a failure like any other
-            failures.append(f"{type(error).__name__}: {error}{_place(error)}")
-
-    thread = threading.Thread(target=dry_call, name="reward-dry-call", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not failures:
+    pool = ProcessPool(
+        max_workers=1,
+        initializer=end_with_parent,
+        initargs=(signal.SIGKILL,),
+        context=multiprocessing.get_context("spawn"),
+    )
+    try:
+        problem = _in_pool(pool, f"importing {path}", _try_to_resolve, path)
+        problem = problem or _in_pool(pool, _DRY_CALL, _try_to_call, path, row, timeout_s=timeout_s)
+    finally:
+        pool.stop()
+        pool.join()
+    if problem is not None:
         raise ValueError(
-            f"reward.path: a dry call with a response '0' did not return within {timeout_s:g} s"
+            problem if problem.startswith("reward.path") else f"reward.path: {problem}"
         )
-    if failures[0] is not None:
-        raise ValueError(
-            f"reward.path: a dry call with the first training row and a response '0' failed: "
-            f"{failures[0]}"
-        )
+
+
+def _in_pool(
+    pool: ProcessPool,
+    what: str,
+    function: Callable[..., str | None],
+    *arguments: Any,
+    timeout_s: float | None = None,
+) -> str | None:
+    """What `function` says is wrong; also when its process ends or has to be killed."""
+    try:
+        problem: str | None = pool.schedule(function, args=arguments, timeout=timeout_s).result()
+    except TimeoutError:
+        return f"{what} did not return within {timeout_s:g} s and was killed"
+    except ProcessExpired as error:
+        return f"{what} ended its process with code {error.exitcode}"
+    return problem
+
+
+def _try_to_resolve(path: str) -> str | None:
+    try:
+        resolve(path)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _try_to_call(path: str, row: Row) -> str | None:
+    function = resolve(path)
+    try:
+        call_reward(function, row, "0")
+    except BaseException as error:  # SystemExit of a script is a failure like any other
+        return f"{_DRY_CALL} failed: {type(error).__name__}: {error}{_place(error)}"
+    return None
 
 
 def _load_file(file: Path, path: str) -> ModuleType:
