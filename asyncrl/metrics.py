@@ -32,7 +32,11 @@ class MetricsLog:
     def __init__(self, run_dir: RunDir, config: Config) -> None:
         self._path = run_dir.metrics
         self._attempt = 1 + _last_attempt(self._path)
+        text = self._path.read_bytes() if self._path.exists() else b""
+        is_torn = bool(text) and not text.endswith(b"\n")
         self._file = self._path.open("a", buffering=1)
+        if is_torn:
+            self._file.write("\n")
         self._trackers = [_WandbThread(run_dir, config) for _ in config.logging.trackers]
 
     def log(self, step: int, values: dict[str, Value]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import Config
+from asyncrl.config.load import write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,20 @@ class RunDir:
         """None where the directory was not made by the launcher of this run."""
         return self.run_id.read_text().strip() if self.run_id.exists() else None
 
+    def make_run_id(self) -> str:
+        """The run id, made up and kept where there is none yet."""
+        if not self.run_id.exists():
+            write_whole(self.run_id, secrets.token_hex(8))
+        return self.run_id.read_text().strip()
+
     def weights(self, config: Config) -> Path:
-        """Where versions are published: as configured, else shared memory, else in the run."""
-        if config.weights.dir is not None:
-            return Path(config.weights.dir).absolute()
+        """Where versions are published: a directory that belongs to this run alone, in weights.dir,
+        else in shared memory, else in the run directory."""
         shared_memory = Path("/dev/shm")
-        if shared_memory.is_dir():
-            mark = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:8]
-            return shared_memory / f"asyncrl-{self.path.name}-{mark}"
-        return self.path / "weights"
+        base = shared_memory if shared_memory.is_dir() else self.path
+        if config.weights.dir is not None:
+            base = Path(config.weights.dir).absolute()
+        return base / f"asyncrl-{self.path.name}-{(self.read_run_id() or 'alone')[:8]}"
 
 
 def open_run_dir(config: Config, *, config_name: str) -> RunDir:
@@ -85,6 +90,5 @@ def open_run_dir(config: Config, *, config_name: str) -> RunDir:
     run_dir = RunDir(path)
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     run_dir.buffer_address.unlink(missing_ok=True)
-    if not run_dir.run_id.exists():
-        run_dir.run_id.write_text(secrets.token_hex(8))
+    run_dir.make_run_id()
     return run_dir

@@ -70,15 +70,17 @@ def write_version(
     bucket_bytes: int,
     max_bytes_per_s: int | None = None,
 ) -> Written:
-    """Writes one whole version. The caller keeps `tensors` (host memory) unchanged meanwhile.
+    """Writes one whole version. The caller keeps `tensors` (host memory) unchanged meanwhile, and
+    is the only writer of `root`.
 
     `max_bytes_per_s` bounds the mean speed. Raises OSError when the disk does not take it; no
     directory with a final name is left then.
     """
     root.mkdir(parents=True, exist_ok=True)
+    for left_behind in root.glob(".*.tmp"):
+        shutil.rmtree(left_behind, ignore_errors=True)
     final = root / str(weights)
-    temporary = root / f".{weights}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = root / f".{weights}.tmp"
     temporary.mkdir()
     try:
         entries = _write_buckets(temporary, tensors, bucket_bytes, max_bytes_per_s)

@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
+from asyncrl.types import MIN_REWARD_SPREAD
+
 Rewards = list[float | None]
 """Rewards of one group; None where nobody scored the rollout."""
 
-TRIVIAL = 1e-8
-"""A group whose rewards differ by no more than this says nothing: its advantages are exactly 0."""
 GROUP_STD_EPSILON = 1e-6
 """Added to a group's standard deviation (GRPO)."""
 
@@ -48,7 +48,7 @@ def _centre(group: Sequence[float | None]) -> Rewards:
 
 def _is_trivial(group: Sequence[float | None]) -> bool:
     scored = _scored(group)
-    return not scored or max(scored) - min(scored) <= TRIVIAL
+    return not scored or max(scored) - min(scored) <= MIN_REWARD_SPREAD
 
 
 def _group_std(group: Rewards) -> float:

@@ -31,7 +31,7 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.config.load import config_digest
 from learner.optimizer import MOMENTS, Optimizer
-from learner.policy import Policy, check_tied, fill, gather_tensor
+from learner.policy import Policy, check_finite, check_tied, fill, gather_tensor
 
 log = logging.getLogger(__name__)
 
@@ -96,12 +96,19 @@ def load_checkpoint(directory: Path, policy: Policy, optimizer: Optimizer) -> St
 
 
 def newest_checkpoint(root: Path) -> Path | None:
-    """The newest checkpoint whose every byte is as it was written; damaged ones are warnings."""
+    """The newest checkpoint whose every byte is as it was written.
+
+    Damaged ones are warnings; they are renamed to damaged-*, so that they count as checkpoints no
+    more.
+    """
     for directory in reversed(_directories(root)):
         damage = find_damage(directory)
         if damage is None:
             return directory
         log.warning("checkpoint %s is passed over: %s", directory, damage)
+        aside = root / f"damaged-{directory.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        directory.rename(aside)
     return None
 
 
@@ -140,6 +147,7 @@ def _save_tensors(path: Path, named: Iterable[tuple[str, Tensor]], *, is_lead: b
     whole: dict[str, Tensor] = {}
     for name, tensor in named:
         gathered = gather_tensor(tensor.detach())
+        check_finite(name, gathered)
         if is_lead:
             whole[name] = gathered.cpu().contiguous()
     if is_lead:

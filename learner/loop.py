@@ -11,7 +11,6 @@ buffer and writes the files.
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -212,7 +211,7 @@ class Learner:
         if self.version not in list_versions(self.checkpoints):
             self.save()
         if not end.failed:
-            self.leave_policy()
+            self.export()
         self.reporter.close()
         self.line.close()
         if self.ranks.is_lead:
@@ -220,14 +219,11 @@ class Learner:
             print(f"{outcome} at version {self.version}: {end.reason}", file=sys.stderr)
         return 1 if end.failed else 0
 
-    def leave_policy(self) -> None:
-        """Exports the final policy; published weights in a directory of ours are not needed now."""
+    def export(self) -> None:
+        """The final policy as a Hugging Face directory."""
         if self.config.checkpoint.export_hf:
-            export_policy(
-                self.run_dir.final, self.policy, self.config.model, is_lead=self.ranks.is_lead
-            )
-        if self.ranks.is_lead and self.config.weights.dir is None:
-            shutil.rmtree(self.run_dir.weights(self.config), ignore_errors=True)
+            is_lead = self.ranks.is_lead
+            export_policy(self.run_dir.final, self.policy, self.config.model, is_lead=is_lead)
 
 
 def _is_multiple(version: int, every: int) -> bool:

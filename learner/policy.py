@@ -50,10 +50,13 @@ class Policy(nn.Module):
     def gather(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters by name, one at a time, cast to `dtype`, on every rank's device.
 
-        A collective: every rank must walk it to its end.
+        A collective: every rank must walk it to its end. RuntimeError for a weight that is not
+        finite.
         """
         for name, parameter in self.masters():
-            yield name, gather_tensor(parameter.detach().to(dtype))
+            whole = gather_tensor(parameter.detach().to(dtype))
+            check_finite(name, whole)
+            yield name, whole
 
     def shapes(self) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in self.masters()}
@@ -76,6 +79,12 @@ def load_policy(config: Config, ranks: Ranks) -> Policy:
 def gather_tensor(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor, on every rank. A collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_finite(name: str, whole: Tensor) -> None:
+    """RuntimeError when a tensor has NaN or infinity in it: it must not leave the process."""
+    if not torch.isfinite(whole.sum(dtype=torch.float32)) and not torch.isfinite(whole).all():
+        raise RuntimeError(f"tensor {name} is not finite: it is neither published nor saved")
 
 
 def fill(target: Tensor, whole: Tensor) -> None:

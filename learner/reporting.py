@@ -21,13 +21,12 @@ class Reporter:
         self._max_staleness = config.max_staleness
 
     def records(self, records: list[Record]) -> None:
-        """Records that the buffer made: names without a prefix get the record's."""
+        """Records that the buffer made, each name behind its record's: eval/accuracy."""
         if self._log is None:
             return
         for record in records:
             values: dict[str, Value] = {
-                name if "/" in name else f"{record.name}/{name}": value
-                for name, value in record.values.items()
+                f"{record.name}/{name}": value for name, value in record.values.items()
             }
             self._log.log(record.step, values)
 

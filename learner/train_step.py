@@ -92,6 +92,11 @@ def _batch_metrics(
         "train/advantage_zero_frac": sum(a == 0 for a in used) / max(1, len(used)),
         "train/advantage_max": max(map(abs, used), default=0.0),
     }
+    parts: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    metrics |= {f"reward/{name}": statistics.fmean(values) for name, values in parts.items()}
     if scored:
         metrics["train/reward_mean"] = statistics.fmean(scored)
         metrics["train/reward_std"] = statistics.pstdev(scored)

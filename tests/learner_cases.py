@@ -49,8 +49,13 @@ def make_config(model: Path, **learner: Any) -> Config:
     }
     return Config.model_validate(
         {
+            "run_name": "run",
             "model": {"path": str(model), "dtype": "float32"},
-            "data": {"train_files": ["rows.jsonl"]},
+            "data": {
+                "train_files": ["rows.jsonl"],
+                "max_prompt_length": 8,
+                "max_response_length": 7,
+            },
             "reward": {"path": "rewards.py:score"},
             "learner": {**defaults, **learner},
         }

@@ -135,7 +135,7 @@ def test_a_weight_that_is_not_finite_is_named_and_not_published(
     name, parameter = list(policy.masters())[3]
     with torch.no_grad():
         parameter[0, 0] = torch.nan
-    with pytest.raises(RuntimeError, match=rf"{name}.*1\.1"):
+    with pytest.raises(RuntimeError, match=f"{name} is not finite"):
         publisher.snapshot(policy, WeightId(1, 1))
     assert publisher.close(drain_s=5)
     assert not announced.weights

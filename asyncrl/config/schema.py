@@ -250,8 +250,8 @@ class WeightsSection(Section):
     transport: Literal["disk"] = "disk"
     """disk: versioned safetensors directories, in shared memory on one machine."""
     dir: str | None = None
-    """Directory for transport disk, seen by learner and generators. null: /dev/shm/asyncrl-RUN,
-    or weights/ in the run directory where there is no /dev/shm."""
+    """Directory in which each run makes one of its own for its versions, seen by learner and
+    generators. null: /dev/shm, or the run directory where there is none."""
     keep: Annotated[int, Field(ge=2)] = 2
     """Newest versions that stay in the directory."""
     bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 64 << 20
@@ -411,6 +411,18 @@ class Config(Section):
             yield (
                 "group_size: 1 leaves nothing to compare a response with, every advantage would "
                 "be 0: use 2 or more"
+            )
+        longest = self.data.max_prompt_length + self.data.max_response_length
+        if self.learner.max_tokens_per_microbatch < longest:
+            yield (
+                f"learner.max_tokens_per_microbatch: {self.learner.max_tokens_per_microbatch} is "
+                f"less than data.max_prompt_length + data.max_response_length = {longest}: the "
+                "longest response would fit into no micro-batch"
+            )
+        if self.checkpoint.resume == "auto" and self.run_name is None:
+            yield (
+                "checkpoint.resume: auto needs run_name, the name of the run to go on with: "
+                "without one every start makes a run directory of its own"
             )
         if self.weights.publish_every > self.max_staleness + 1:
             yield (

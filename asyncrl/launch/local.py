@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import time
@@ -14,17 +15,23 @@ from rich.console import Console
 
 from asyncrl.config import Config
 from asyncrl.config.load import save_resolved
-from asyncrl.launch.children import Child, Children, learner_command, role_command
-from asyncrl.launch.placement import Placement, count_cores, count_gpus, place
+from asyncrl.launch.children import Children, learner_command, role_command
+from asyncrl.launch.placement import (
+    SHARED_GPU_UTILIZATION,
+    Placement,
+    count_cores,
+    place,
+    visible_gpus,
+)
 from asyncrl.launch.progress import Progress, print_summary
 from asyncrl.messages import Hello, StatusRequest
 from asyncrl.run_dir import RunDir, open_run_dir
 from asyncrl.transport import RefusedError, ThreadClient, Unreachable
 
-_BIND_S = 60.0
-"""The buffer must listen within this time."""
 _LEAVE_S = 30.0
-"""After the learner and the buffer have ended, generators must be gone within this time."""
+"""How long generators may take to end after buffer and learner have."""
+_SAVE_S = 60.0
+"""How long the learner may take to write its last checkpoint after the buffer has failed."""
 
 
 @dataclass(slots=True)
@@ -40,7 +47,9 @@ def run_local(config: Config, *, config_name: str, console: Console) -> int:
     The first child that fails ends the run: its last log lines are shown and its code is returned.
     Raises ValueError for what the user can mend before anything was started.
     """
-    placement = place(config, num_gpus=count_gpus(), num_cores=count_cores())
+    placement = place(config, gpus=visible_gpus(), num_cores=count_cores())
+    if placement.shares_gpu:
+        config = _with_room_for_learner(config)
     run_dir = open_run_dir(config, config_name=config_name)
     save_resolved(config, run_dir.config)
     console.print(f"run directory {run_dir.path}", highlight=False, soft_wrap=True)
@@ -64,14 +73,9 @@ def _supervise(
         return _report_failure(children, console)
     _start_others(run_dir, placement, children, address)
     monitor = _Monitor(address, run_id=run_dir.read_run_id())
-    status: dict[str, Any] | None = None
     try:
         with Progress(console, run_dir, max_steps=config.max_steps) as progress:
-            while children.first_failure() is None and not _all_ended(children):
-                status = monitor.status() or status
-                progress.update(status, phase=_phase(status))
-                time.sleep(0.5)
-            progress.update(status, phase="")
+            status = _watch(children, monitor, progress)
     finally:
         monitor.close()
     if children.first_failure() is not None:
@@ -80,11 +84,51 @@ def _supervise(
     return 0
 
 
+def _watch(children: Children, monitor: _Monitor, progress: Progress) -> dict[str, Any] | None:
+    """Shows progress until all have ended, or nothing is worth waiting for any more.
+
+    Returns the last status that the buffer gave.
+    """
+    status: dict[str, Any] | None = None
+    deadline = math.inf
+    while any(child.exit_code is None for child in children.all):
+        deadline = min(deadline, time.monotonic() + _patience_s(children))
+        if time.monotonic() >= deadline:
+            break
+        status = monitor.status() or status
+        progress.update(status, phase=_phase(status))
+        time.sleep(0.5)
+    progress.update(status, phase="")
+    return status
+
+
+def _patience_s(children: Children) -> float:
+    """How long to wait for those that still run, seen from now."""
+    buffer, learner, *_ = children.all
+    failed = children.first_failure()
+    if failed is buffer and learner.exit_code is None:
+        return _SAVE_S
+    if failed is not None:
+        return 0.0
+    has_ended = buffer.exit_code is not None and learner.exit_code is not None
+    return _LEAVE_S if has_ended else math.inf
+
+
+def _with_room_for_learner(config: Config) -> Config:
+    """vLLM takes less of a GPU that it shares, whatever the configuration says."""
+    generator = config.generator
+    share = min(generator.vllm.gpu_memory_utilization, SHARED_GPU_UTILIZATION)
+    vllm = generator.vllm.model_copy(update={"gpu_memory_utilization": share})
+    return config.model_copy(update={"generator": generator.model_copy(update={"vllm": vllm})})
+
+
 def _start_buffer(run_dir: RunDir, children: Children) -> str | None:
-    """Returns the buffer's address, or None when it ended before it listened."""
+    """Returns the buffer's address, or None when it ended before it listened.
+
+    It reads all data first: as long as it lives it is waited for.
+    """
     child = children.start("buffer", role_command("buffer", str(run_dir.config)), env={})
-    ends = time.monotonic() + _BIND_S
-    while time.monotonic() < ends and child.exit_code is None:
+    while child.exit_code is None:
         if run_dir.buffer_address.exists():
             return run_dir.buffer_address.read_text()
         time.sleep(0.05)
@@ -104,15 +148,11 @@ def _start_others(run_dir: RunDir, placement: Placement, children: Children, add
         children.start(name, command, env=placement.generator_environment(i))
 
 
-def _all_ended(children: Children) -> bool:
-    return all(child.exit_code is not None for child in children.all)
-
-
 def _report_failure(children: Children, console: Console) -> int:
     """Shows the first failure with the end of its log; returns its exit code."""
-    failed: Child | None = children.first_failure()
+    failed = children.first_failure()
     if failed is None:
-        console.print(f"[red]the buffer did not listen within {_BIND_S:.0f} s[/red]")
+        console.print("[red]the buffer ended before it listened[/red]")
         return 1
     code = failed.exit_code or 1
     console.print(f"[red]{failed.name} ended with exit code {code}[/red]; the end of {failed.log}:")

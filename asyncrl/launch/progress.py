@@ -29,6 +29,7 @@ class Progress:
     def __init__(self, console: Console, run_dir: RunDir, *, max_steps: int | None) -> None:
         self._console = console
         self._metrics = _Tail(run_dir.metrics)
+        self._metrics.new_records()  # those of an earlier life of the run
         self._max_steps = max_steps
         self._started = time.monotonic()
         self._first_step: tuple[int, float] | None = None
@@ -165,4 +166,13 @@ class _Tail:
         if not whole:
             return []
         self._offset += len(whole) + 1
-        return [json.loads(line) for line in whole.splitlines()]
+        return [record for line in whole.splitlines() if (record := _parse(line))]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """None for a line that a killed learner left torn."""
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return record
