@@ -19,6 +19,10 @@ BoolArray = NDArray[np.bool_]
 Row = dict[str, Any]
 """One row of a data set: `prompt` (text or chat messages), `source`, `answer`, `extra`."""
 
+MIN_REWARD_SPREAD = 1e-8
+"""A group whose rewards differ by no more than this says nothing: the buffer filters it, and its
+advantages are exactly 0."""
+
 FinishReason = Literal["stop", "length", "abort"]
 
 

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.messages import Submit
-from asyncrl.types import RolloutGroup
-
-EQUAL_REWARDS = 1e-8
-"""Rewards of one group that differ by no more than this are all the same."""
+from asyncrl.types import MIN_REWARD_SPREAD, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,7 @@ class Arrival:
         """Why nothing can be learned from this group, or None."""
         if len(self.rewards) < 2:
             return f"{len(self.rewards)} of {len(self.lengths)} rollouts have a reward"
-        if max(self.rewards) - min(self.rewards) <= EQUAL_REWARDS:
+        if max(self.rewards) - min(self.rewards) <= MIN_REWARD_SPREAD:
             return f"all rewards are {self.rewards[0]:g}"
         if not self.token_versions:
             return "no rollout has a token"

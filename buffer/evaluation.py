@@ -33,10 +33,6 @@ class _Item:
     arrival: Arrival | None = None
     given_up: bool = False
 
-    @property
-    def waits(self) -> bool:
-        return self.member is None and self.arrival is None and not self.given_up
-
 
 @dataclass(frozen=True, slots=True)
 class EvalLease:

@@ -70,9 +70,7 @@ class Tally:
         self._last_failure = reason
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
-        for group in groups:
-            for version, num_tokens in group.token_versions.items():
-                self.staleness[versions.staleness(step, version)] += num_tokens
+        self.staleness += _token_ages(step, groups)
 
     def staleness_json(self) -> str:
         return json.dumps(dict(self.staleness))
@@ -97,10 +95,7 @@ class Tally:
     def take_step(self, step: int, groups: Sequence[Group]) -> Values:
         """Metrics of the batch of `step`, just closed; counting starts anew."""
         since, self._since = self._since, _SinceLastStep()
-        ages: Counter[int] = Counter()
-        for group in groups:
-            for version, num_tokens in group.token_versions.items():
-                ages[versions.staleness(step, version)] += num_tokens
+        ages = _token_ages(step, groups)
         total = sum(age * count for age, count in ages.items())
         return {
             "reward_mean": _mean(since.rewards),
@@ -187,6 +182,15 @@ def _lease_values(group: Group, now: float) -> dict[str, Any]:
         "age_s": round(now - since, 3),
         "started": group.started_at is not None,
     }
+
+
+def _token_ages(step: int, groups: Sequence[Group]) -> Counter[int]:
+    """Tokens by staleness."""
+    ages: Counter[int] = Counter()
+    for group in groups:
+        for version, num_tokens in group.token_versions.items():
+            ages[versions.staleness(step, version)] += num_tokens
+    return ages
 
 
 def _mean(values: Sequence[float] | deque[float]) -> float:

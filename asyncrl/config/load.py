@@ -75,9 +75,13 @@ def load_resolved(path: str | Path) -> Config:
 
 def save_resolved(config: Config, path: str | Path) -> None:
     """Writes every value of the configuration as YAML, whole or not at all."""
-    file = Path(path)
+    write_whole(Path(path), dump(config.model_dump(mode="json")))
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Writes a text file that no reader can see half."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(dump(config.model_dump(mode="json")), encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(file)
 
 
