@@ -23,6 +23,7 @@ groups can be asked for again.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import queue
 import sqlite3
@@ -32,6 +33,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
+
+log = logging.getLogger(__name__)
 
 SCHEMA = 2
 """Raised by any change to a table. A journal of another schema is refused."""
@@ -173,7 +176,7 @@ class Journal:
         )
         self._prepare(directory)
         self.stored = self._load()
-        self._segment = 1 + max((int(path.name) for path in self._segments.iterdir()), default=0)
+        self._segment = 1 + max(self._segments_there(), default=0)
         self._offset = 0
         self._file: IO[bytes] | None = None
         self._file_segment = 0
@@ -199,7 +202,8 @@ class Journal:
 
     def retain(self, *, from_step: int, settled: Iterable[str]) -> Future[None]:
         """Deletes the closed segments whose groups all were trained before `from_step`, or are in
-        a state of `settled` without a step (filtered, for example)."""
+        a state of `settled` without a step (filtered, for example). One that cannot be deleted is a
+        warning, and is tried again at the next call."""
         done: Future[None] = Future()
         self._queue.put(_Retain(from_step, frozenset(settled), done))
         return done
@@ -311,12 +315,18 @@ class Journal:
             (*retain.settled, retain.from_step),
         )
         keep = {segment for (segment,) in needed} | {self._file_segment}
-        for path in self._segments.iterdir():
-            if int(path.name) not in keep and int(path.name) < self._file_segment:
-                self._database.execute(
-                    "UPDATE groups SET segment=NULL WHERE segment=?", (int(path.name),)
-                )
-                path.unlink()
+        for segment in self._segments_there():
+            if segment in keep or segment > self._file_segment:
+                continue
+            self._database.execute("UPDATE groups SET segment=NULL WHERE segment=?", (segment,))
+            try:
+                self._path(segment).unlink()
+            except OSError as error:
+                log.warning("a segment stays until the next checkpoint: %s", error)
+
+    def _segments_there(self) -> list[int]:
+        names = [path.name for path in self._segments.iterdir()]
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def _path(self, segment: int) -> Path:
         return self._segments / f"{segment:06d}"

@@ -130,6 +130,29 @@ def test_segments_go_whole_when_all_their_steps_are_behind_the_oldest_checkpoint
     assert [row.segment for row in Journal(tmp_path).stored.groups] == [None] * 8
 
 
+def test_a_segment_that_cannot_be_deleted_is_a_warning_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(tmp_path, segment_bytes=100)
+    for number in range(3):
+        ref = journal.append(bytes(100))
+        journal.write(Change(groups=(row(number, ref=ref, state="trained", step=number),)))
+    segments = tmp_path / "segments"
+    journal.retain(from_step=0, settled=[]).result()
+    (segments / ".nfs01").touch()  # as network file systems leave them
+    (segments / "000001").unlink()
+    (segments / "000001").mkdir()  # unlink fails
+    journal.retain(from_step=2, settled=[]).result(timeout=5)
+    assert sorted(path.name for path in segments.iterdir()) == [".nfs01", "000001", "000003"]
+    assert "000001" in caplog.text
+    (segments / "000001").rmdir()
+    (segments / "000001").touch()
+    journal.retain(from_step=2, settled=[]).result(timeout=5)
+    journal.close()
+    assert sorted(path.name for path in segments.iterdir()) == [".nfs01", "000003"]
+    Journal(tmp_path).close()
+
+
 def test_a_future_that_nobody_waits_for_does_not_stop_the_writer(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     for number in range(200):
