@@ -185,7 +185,7 @@ class Server:
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_refused = 0
-        """Messages that were not of this protocol."""
+        """Messages that were not of this protocol, since the server began."""
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -227,4 +227,9 @@ class Server:
         if reply is None or packet.id == 0:
             return
         message, frames = reply if isinstance(reply, tuple) else (reply, ())
-        await self._socket.send_multipart([peer, *encode(message, id=packet.id, frames=frames)])
+        try:
+            parts = encode(message, id=packet.id, frames=frames)
+        except ValueError as error:
+            log.error("a %s from %s cannot be answered: %s", packet.message.type, peer.hex(), error)
+            parts = encode(Refused(code="invalid", reason=str(error)), id=packet.id)
+        await self._socket.send_multipart([peer, *parts])

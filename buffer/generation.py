@@ -14,10 +14,14 @@ from buffer.arrivals import Arrival, fault, summarize
 from buffer.evaluation import Evaluations
 from buffer.ledger import Judgement, Ledger
 from buffer.members import Member
-from buffer.prompts import Prompts
+from buffer.prompts import Prompts, pack_row
 from buffer.reports import Tally
 
 log = logging.getLogger(__name__)
+
+REPLY_BYTES = 4 << 20
+"""A reply gets no further lease once its rows have this size. With one more of MAX_ROW_BYTES it
+is still below wire.MAX_HEADER_BYTES."""
 
 
 class Generation:
@@ -46,17 +50,20 @@ class Generation:
     def lease(self, member: Member, request: LeaseRequest, *, now: float) -> list[Lease]:
         """Up to request.slots leases for a generator: evaluations first, then training.
 
-        It may have said, since it asked, that it serves newer weights.
+        It may have said, since it asked, that it serves newer weights. One reply carries no more
+        rows than fit into it.
         """
         leases: list[Lease] = []
+        num_bytes = 0
         serving = max(request.weights, member.serving).version
-        while len(leases) < request.slots:
+        while len(leases) < request.slots and num_bytes < REPLY_BYTES:
             lease = self._eval_lease(member, serving, now) or self._train_lease(
                 member, serving, now
             )
             if lease is None:
                 break
             leases.append(lease)
+            num_bytes += len(pack_row(lease.row))
         return leases
 
     def started(self, message: Started, *, newest: int, now: float) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgpack
 
 from asyncrl.types import GroupId, Row
+
+MAX_ROW_BYTES = 8 << 20
+"""A larger row is refused: it travels in the header of a message (wire.MAX_HEADER_BYTES)."""
 
 
 class Prompts:
@@ -48,12 +51,30 @@ class Prompts:
 
 def _fingerprint(rows: Sequence[Row], *, seed: int, shuffle: bool) -> str:
     digest = hashlib.blake2b(f"{seed}|{shuffle}|".encode(), digest_size=16)
+    for packed in pack_rows(rows, "data.train_files"):
+        digest.update(packed)
+    return digest.hexdigest()
+
+
+def pack_rows(rows: Sequence[Row], where: str) -> Iterator[bytes]:
+    """The bytes of each row. Raises ValueError, naming `where`, for one that cannot be sent."""
     for index, row in enumerate(rows):
         try:
-            digest.update(msgpack.packb(row))
+            packed = pack_row(row)
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(
-                f"row {index} of the training data cannot be sent to a generator: {error}. "
+                f"{where}: row {index} cannot be sent to a generator: {error}. "
                 "Use text, numbers, lists and dicts with text keys."
             ) from None
-    return digest.hexdigest()
+        if len(packed) > MAX_ROW_BYTES:
+            raise ValueError(
+                f"{where}: row {index} has {len(packed)} bytes and cannot be sent to a generator: "
+                f"shorten its prompt, answer or extra_info to {MAX_ROW_BYTES} bytes in all"
+            )
+        yield packed
+
+
+def pack_row(row: Row) -> bytes:
+    """A row as it travels."""
+    packed: bytes = msgpack.packb(row)
+    return packed

@@ -28,7 +28,7 @@ from buffer.groups import FATES, Group
 from buffer.ledger import Ledger
 from buffer.members import Member, Members
 from buffer.policy import StalenessPolicy
-from buffer.prompts import Prompts
+from buffer.prompts import Prompts, pack_rows
 from buffer.reports import Tally, status_values, waiting_text
 from buffer.training import Training
 
@@ -63,11 +63,14 @@ class Run:
         journal: Journal,
         now: float,
     ) -> None:
-        """Goes on where the journal ends. ValueError when data or B differ from the journal's."""
+        """Goes on where the journal ends. ValueError when data or B differ from the journal's, and
+        for a row that cannot be sent."""
         self.config = config
         self.began_at = now
         self.journal = journal
         self.end: End | None = None
+        for _ in pack_rows(val, "data.val_files"):
+            pass  # raises for a row that cannot be sent
         self.prompts = Prompts(
             train, num_epochs=config.max_epochs, seed=config.seed, shuffle=config.data.shuffle
         )

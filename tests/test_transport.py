@@ -27,7 +27,7 @@ from asyncrl.messages import (
     Welcome,
 )
 from asyncrl.transport import Client, Handler, RefusedError, Server, ThreadClient, Unreachable
-from asyncrl.wire import Packet
+from asyncrl.wire import MAX_HEADER_BYTES, Packet
 
 HELLO = Hello(role="monitor", member="monitor-1", run_id=None, host="here", pid=1)
 
@@ -217,6 +217,26 @@ def test_junk_is_counted_and_the_next_request_is_served() -> None:
             context.term()
 
     run(main())
+
+
+def test_a_reply_too_large_to_send_is_a_refusal_and_a_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def too_much(peer: bytes, packet: Packet) -> Any:
+        size = MAX_HEADER_BYTES if isinstance(packet.message, StatusRequest) else 0
+        return Status(values={"text": "x" * size})
+
+    async def main() -> None:
+        async with Serving(too_much) as serving:
+            client = Client(serving.address, hello=HELLO)
+            with pytest.raises(RefusedError, match="over the limit") as refused:
+                await client.call(StatusRequest(), deadline_s=5)
+            assert refused.value.code == "invalid"
+            assert (await client.call(Fetch(inc=1, step=0), deadline_s=5)).message.type == "status"
+            await client.close()
+
+    run(main())
+    assert "a status_request from" in caplog.text
 
 
 def test_a_message_that_is_not_answered_returns_at_once_and_arrives() -> None:
