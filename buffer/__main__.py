@@ -10,15 +10,13 @@ import argparse
 import asyncio
 import faulthandler
 import logging
-import os
-import secrets
 import signal
 import sys
 import time
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.config.load import load_resolved
+from asyncrl.config.load import load_resolved, write_whole
 from asyncrl.journal import Journal
 from asyncrl.run_dir import RunDir
 from asyncrl.tasks.rows import load_rows
@@ -50,12 +48,20 @@ async def _serve(config: Config, run_dir: RunDir) -> int:
         run = Run(config, train=rows.train, val=rows.val, journal=journal, now=time.monotonic())
         server = _listen(run, config.network.buffer, run_dir)
         stopped = _stop_on_signals(server)
-        _write_whole(run_dir.buffer_address, server.address)
+        write_whole(run_dir.buffer_address, server.address)
         logging.info("listening on %s", server.address)
-        code = await server.serve()
+        code = await _serve_to_end(server)
     finally:
         journal.close()
     return TERMINATED if stopped else code
+
+
+async def _serve_to_end(server: BufferServer) -> int:
+    """From here on no error is the user's: a ValueError, too, ends in a traceback."""
+    try:
+        return await server.serve()
+    except Exception as error:
+        raise RuntimeError("the buffer has failed") from error
 
 
 def _listen(run: Run, address: str, run_dir: RunDir) -> BufferServer:
@@ -63,7 +69,7 @@ def _listen(run: Run, address: str, run_dir: RunDir) -> BufferServer:
     before = run_dir.buffer_address
     if before.exists():
         address = before.read_text().strip()
-    return BufferServer(run, address, run_id=_run_id(run_dir))
+    return BufferServer(run, address, run_id=run_dir.make_run_id())
 
 
 def _stop_on_signals(server: BufferServer) -> list[int]:
@@ -77,20 +83,6 @@ def _stop_on_signals(server: BufferServer) -> list[int]:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
     return stopped
-
-
-def _run_id(run_dir: RunDir) -> str:
-    """The run's name on the network; made up, and kept, where the launcher gave none."""
-    path = run_dir.run_id
-    if not path.exists():
-        _write_whole(path, secrets.token_hex(8))
-    return path.read_text().strip()
-
-
-def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 B groups per step; n = next_step * B groups are assigned; v is the highest committed version; q
 groups are outstanding (admitted, not assigned, no other fate). Each outstanding group has a
 deadline, the last step that may train it: that of the version that generates it. While nobody
-does, it is that of v, or of the version that the group must wait for, if that is newer (so it is
-after a run was resumed with a smaller max_staleness). H says that with the outstanding groups in order of deadline, the j-th reaches step
-floor((n + j) / B) in time. In `fifo` order the group at place i of the queue is trained in step
-floor((n + i) / B), so H is kept for each place by itself:
+does, it is that of v, or of the version that the group must wait for where that is newer (which
+happens when a run goes on with a smaller max_staleness). H says that with the outstanding groups
+in order of deadline, the j-th reaches step floor((n + j) / B) in time. In `fifo` order the group
+at place i of the queue is trained in step floor((n + i) / B), so H is kept for each place by
+itself:
 
 - admission: the new group comes last, floor((n + q) / B) <= last_step(v);
 - lease: min_version is the oldest version that step floor((n + i) / B) may train;

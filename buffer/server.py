@@ -93,8 +93,10 @@ class BufferServer:
             if now - last > tick_s + members.heartbeat_s:
                 members.excuse(now=now)
             last = now
+            end = self._run.end
             self._run.tick(now=now)
-            if self._run.is_changed:
+            self._run.advance(now=now)
+            if self._run.is_changed or self._run.end is not end:
                 await self._changes.save()
             await wait_for(self._stopped, tick_s)
 
@@ -123,7 +125,8 @@ class BufferServer:
         if member is None:
             return Refused(code="hello_first", reason="say hello first")
         if isinstance(message, StatusRequest):
-            return Status(values=self._run.status(now=now))
+            refused = {"num_refused": self._transport.num_refused}
+            return Status(values=self._run.status(now=now) | refused)
         handler = self._handlers[member.role].get(type(message))
         if handler is None:
             return Refused(

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from asyncrl import transport
 from asyncrl.config import Config
 from asyncrl.config.load import save_resolved
 from asyncrl.journal import fates
+from asyncrl.transport import RefusedError
 
 NUM_ROWS = 64
 
@@ -145,6 +147,37 @@ def test_a_second_buffer_of_the_same_run_is_refused(tmp_path: Path) -> None:
         assert second.returncode == 2
         assert "another buffer has the journal" in stderr
         assert first.poll() is None
+
+
+def test_an_error_in_serving_is_ours_with_traceback_and_exit_code_1(tmp_path: Path) -> None:
+    async def close_a_batch(address: str) -> None:
+        learner, generator = Learner(address, "learner-0"), Generator(address, "generator-0")
+        await learner.register()
+        worker = asyncio.create_task(generator.work())
+        await learner.fetch(0)
+        worker.cancel()
+        for peer in (learner, generator):
+            await peer.close()
+
+    async def ask_again(address: str) -> None:
+        learner = Learner(address, "learner-1")
+        await learner.register()
+        with pytest.raises(RefusedError, match="the buffer has failed"):
+            await learner.fetch(0)
+        await learner.close()
+
+    begin(tmp_path, make_config())
+    with buffer_process(tmp_path) as process:
+        asyncio.run(asyncio.wait_for(close_a_batch(address_of(tmp_path, process)), 30))
+    with sqlite3.connect(tmp_path / "journal.sqlite") as journal:
+        journal.execute("UPDATE steps SET record='{}'")  # pydantic's error is a ValueError
+    journal.close()
+    with buffer_process(tmp_path) as process:
+        asyncio.run(asyncio.wait_for(ask_again(address_of(tmp_path, process)), 30))
+        _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "Traceback" in stderr
+    assert "RuntimeError: the buffer has failed" in stderr
 
 
 def test_data_that_cannot_be_read_is_told_before_anything_listens(tmp_path: Path) -> None:

@@ -31,10 +31,14 @@ from asyncrl.messages import (
 from asyncrl.transport import RefusedError
 from asyncrl.types import GroupId, RolloutGroup
 from asyncrl.wire import encode, encode_group
+from buffer.prompts import MAX_ROW_BYTES
 from buffer.run import Run
 from buffer.server import BufferServer
 
 DEADLINE_S = 30.0
+MIB = 1 << 20
+SIZES = (MIB, MIB, MIB * 5 // 2, MAX_ROW_BYTES - 100, MIB, MIB)
+"""Characters of prompts; the first three together are over generation.REPLY_BYTES."""
 
 
 @dataclass
@@ -71,7 +75,16 @@ async def serving(
     segment_bytes: int = 1 << 20,
 ) -> AsyncIterator[Serving]:
     journal = Journal(run_dir, segment_bytes=segment_bytes)
-    run = Run(config, train=rows(train), val=rows(val), journal=journal, now=time.monotonic())
+    try:
+        run = Run(config, train=rows(train), val=rows(val), journal=journal, now=time.monotonic())
+        async with serving_run(run, max_wait_s=max_wait_s) as here:
+            yield here
+    finally:
+        journal.close()
+
+
+@asynccontextmanager
+async def serving_run(run: Run, *, max_wait_s: float) -> AsyncIterator[Serving]:
     server = BufferServer(run, "tcp://127.0.0.1:0", run_id="run-1", max_wait_s=max_wait_s)
     task = asyncio.create_task(server.serve())
     here = Serving(run, server, task, [])
@@ -82,7 +95,6 @@ async def serving(
         await asyncio.gather(task, return_exceptions=True)
         for peer in here.peers:
             await peer.close()
-        journal.close()
 
 
 def play(scenario: Coroutine[Any, Any, None]) -> None:
@@ -492,6 +504,56 @@ def test_a_learner_that_dies_after_the_end_replays_what_its_checkpoint_lacks(
 
     play(first_life())
     play(second_life())
+
+
+def test_a_restarted_buffer_ends_a_trained_run_whose_learner_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(max_steps=2)
+
+    async def first_life() -> None:
+        async with serving(tmp_path, config) as here:
+            await run_to_end(here)
+
+    async def second_life() -> None:
+        async with serving(tmp_path, config) as here:
+            assert await asyncio.wait_for(here.task, 10) == 0
+            assert here.run.end is not None
+            assert "max_steps" in here.run.end.reason
+
+    play(first_life())
+    monkeypatch.setattr("buffer.run.RETURN_S", 0.5)
+    monkeypatch.setattr("buffer.server.LEAVE_S", 0.5)
+    play(second_life())
+    assert fates(tmp_path) == {"trained": 8, "not_issued": 4}
+
+
+def test_one_reply_carries_no_more_large_rows_than_fit(tmp_path: Path) -> None:
+    data = [{"prompt": "x" * size, "source": "s", "answer": "", "extra": {}} for size in SIZES]
+
+    async def scenario() -> None:
+        journal = Journal(tmp_path)
+        config = make_config(prompts_per_step=len(SIZES))
+        run = Run(config, train=data, val=[], journal=journal, now=time.monotonic())
+        async with serving_run(run, max_wait_s=0.3) as here:
+            generator = here.generator()
+            given = [[x.group[1] for x in await generator.lease(9)] for _ in range(4)]
+            assert given == [[0, 1, 2], [3], [4, 5], []]
+        journal.close()
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("spoilt", ["train", "val"])
+def test_a_row_too_large_to_send_is_told_before_anything_is_leased(
+    tmp_path: Path, spoilt: str
+) -> None:
+    data = {"train": rows(8), "val": rows(2)}
+    data[spoilt][1]["answer"] = "x" * MAX_ROW_BYTES
+    journal = Journal(tmp_path)
+    with pytest.raises(ValueError, match=rf"data.{spoilt}_files: row 1 has \d+ bytes"):
+        Run(make_config(), train=data["train"], val=data["val"], journal=journal, now=0.0)
+    journal.close()
 
 
 def test_requests_sent_twice_get_the_same_answer(tmp_path: Path) -> None:
