@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import logging
 import multiprocessing
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from asyncrl.config.load import load_resolved
@@ -19,7 +22,7 @@ from asyncrl.run_dir import RunDir
 from asyncrl.transport import Client, RefusedError, Unreachable
 from generators.engine import Engine
 from generators.heartbeat import HeartbeatThread
-from generators.rewards import RewardWorkers
+from generators.rewards import RewardWorkers, UserError
 from generators.scripted_engine import ScriptedEngine
 from generators.tokens import Tokens, vocabulary_size
 from generators.vllm_engine import VllmEngine
@@ -33,7 +36,8 @@ TERMINATED = 143
 
 
 def main() -> int:
-    """Exit code: 0 the run is done, 2 something that the user can mend, 1 anything else."""
+    """Exit code: 0 the run is done, 2 something that the user can mend, 1 anything else (then
+    with a traceback, except where the buffer is gone or refuses). SIGUSR1 dumps all threads."""
     parser = argparse.ArgumentParser(prog="python -m generators", description=__doc__)
     parser.add_argument("config", help="resolved config.yaml in the run directory")
     parser.add_argument("--connect", help="address of the buffer (default: network.buffer)")
@@ -42,21 +46,33 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {arguments.name} %(levelname)s %(message)s"
     )
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
-        config = load_resolved(Path(arguments.config))
-        hello = Hello.here(
-            "generator",
-            name=arguments.name,
-            run_id=RunDir(Path(arguments.config).parent).read_run_id(),
-        )
+        with _starting():
+            config = load_resolved(Path(arguments.config))
+            hello = Hello.here(
+                "generator",
+                name=arguments.name,
+                run_id=RunDir(Path(arguments.config).parent).read_run_id(),
+            )
         asyncio.run(_generate(config, arguments.connect or config.network.buffer, hello))
-    except ValueError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (Unreachable, RefusedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    """Before work begins, whatever is refused is the user's to mend; later it is a fault of ours,
+    unless it says otherwise."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 async def _generate(config: Config, address: str, hello: Hello) -> None:
@@ -79,13 +95,14 @@ async def _generate(config: Config, address: str, hello: Hello) -> None:
 
 async def _serve(config: Config, address: str, hello: Hello, rewards: RewardWorkers) -> None:
     """Checks what can be checked without the model, then loads it and works."""
-    _, tokens = await asyncio.gather(
-        asyncio.to_thread(rewards.start), asyncio.to_thread(Tokens, config)
-    )
-    engine: Engine = VllmEngine(config)
-    if config.generator.engine == "scripted":
-        vocabulary = await asyncio.to_thread(vocabulary_size, config.model.path)
-        engine = ScriptedEngine(config.generator.scripted, vocab_size=vocabulary)
+    with _starting():
+        _, tokens = await asyncio.gather(
+            asyncio.to_thread(rewards.start), asyncio.to_thread(Tokens, config)
+        )
+        engine: Engine = VllmEngine(config)
+        if config.generator.engine == "scripted":
+            vocabulary = await asyncio.to_thread(vocabulary_size, config.model.path)
+            engine = ScriptedEngine(config.generator.scripted, vocab_size=vocabulary)
     client = Client(address, hello=hello)
     welcome = await client.connect(deadline_s=UNREACHABLE_S)
     worker = Worker(config, engine=engine, tokens=tokens, rewards=rewards)
@@ -104,7 +121,8 @@ async def _serve(config: Config, address: str, hello: Hello, rewards: RewardWork
     heartbeat.start()
     try:
         started = time.monotonic()
-        await engine.start()
+        with _starting():
+            await engine.start()
         log.info("engine ready after %.1f s", time.monotonic() - started)
         await worker.run(client, on_swap=heartbeat.beat_now)
     finally:

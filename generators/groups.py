@@ -18,7 +18,7 @@ from asyncrl.versions import sample_seed
 from generators.engine import Engine, EngineError, RequestError
 from generators.environments import Policy
 from generators.environments.single_turn import rollout as single_turn
-from generators.rewards import RewardWorkers
+from generators.rewards import RewardWorkers, UserError
 from generators.tokens import OverlongPrompt, PromptError, Tokens
 
 log = logging.getLogger(__name__)
@@ -107,8 +107,8 @@ class GroupMaker:
     ) -> RolloutGroup:
         """The scored group of `lease`. `on_start(version)` is awaited before its first request.
 
-        Raises GroupError when this group cannot be made; ValueError (the user's to mend) and
-        EngineError end the generator.
+        Raises GroupError when this group cannot be made; UserError and EngineError end the
+        generator.
         """
         try:
             prompt_ids = await self._render(lease)
@@ -136,7 +136,7 @@ class GroupMaker:
         except OverlongPrompt as error:
             if self._config.data.overlong_prompts == "drop":
                 raise GroupError(str(error), content=True) from None
-            raise ValueError(
+            raise UserError(
                 f"the prompt of group {lease.group_id} is too long: {error}. Raise the limit, or "
                 "set data.overlong_prompts to drop"
             ) from None

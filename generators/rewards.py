@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import multiprocessing
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
@@ -19,14 +17,15 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
 
 from asyncrl.config.schema import Reward
+from asyncrl.parent import end_with_parent
 from asyncrl.tasks.rewards import call_reward, resolve
 from asyncrl.types import Row
 
 log = logging.getLogger(__name__)
 
 
-class RewardStop(ValueError):
-    """The reward function failed and reward.on_error is stop."""
+class UserError(ValueError):
+    """The run cannot go on, and the user can mend that: exit code 2, also in the middle of work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,6 @@ class RewardWorkers:
             context=multiprocessing.get_context("spawn"),
         )
         self._reported = False
-        self.num_errors = 0
-        """Calls without a score: exceptions, time-outs, killed workers."""
 
     def start(self) -> None:
         """Starts the workers. Raises ValueError when reward.path names no usable function."""
@@ -64,7 +61,7 @@ class RewardWorkers:
     async def score(self, row: Row, text: str, *, name: str) -> Score:
         """Scores one response; `name` identifies it in messages.
 
-        An error or time-out gives a Score without reward, or raises RewardStop, as reward.on_error
+        An error or time-out gives a Score without reward, or raises UserError, as reward.on_error
         says. The limit counts from when a worker takes the call up, not from this call.
         """
         call = self._pool.schedule(
@@ -89,13 +86,12 @@ class RewardWorkers:
         self._pool.join()
 
     def _failed(self, name: str, reason: str) -> Score:
-        self.num_errors += 1
         message = f"reward function {self._config.path} for {name}: {reason}"
         if self._config.on_error == "stop":
-            raise RewardStop(f"{message} (reward.on_error is stop; drop goes on without a score)")
+            raise UserError(f"{message} (reward.on_error is stop; drop goes on without a score)")
         if not self._reported:
             self._reported = True
-            log.error("%s. The rollout stays unscored; further errors are counted only.", message)
+            log.error("%s. The rollout stays unscored; further errors are not logged.", message)
         return Score(None)
 
 
@@ -108,9 +104,7 @@ _functions: dict[str, Callable[..., Any]] = {}
 
 def _prepare_worker(path: str) -> None:
     """Resolves the function before the first call, whose time limit then covers the call only."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     with contextlib.suppress(ValueError):  # told by _check_function, which start() waits for
         _functions[path] = resolve(path)
 

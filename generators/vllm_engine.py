@@ -50,6 +50,9 @@ class VllmEngine:
         return self._serving
 
     async def start(self) -> None:
+        model = self._config.model.path
+        if not Path(model).is_dir():
+            raise ValueError(f"model.path: there is no directory {model}")
         _set_environment(self._config)
         _check_version()
         await asyncio.to_thread(self._load)
@@ -160,8 +163,7 @@ def _set_environment(config: Config) -> None:
     if config.generator.vllm.tensor_parallel_size == 1:
         # vLLM reads this as: on CPUs too, the worker may live in the core process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if Path(config.model.path).is_dir():
-        os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def _make_llm(config: Config) -> Any:
@@ -172,7 +174,7 @@ def _make_llm(config: Config) -> Any:
 
     options = config.generator.vllm
     arguments = AsyncEngineArgs(
-        model=_model_dir(config.model.path),
+        model=config.model.path,
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
         max_num_seqs=options.max_num_seqs,
@@ -189,15 +191,6 @@ def _make_llm(config: Config) -> Any:
         use_tqdm_on_load=False,
     )
     return AsyncLLM.from_engine_args(arguments)
-
-
-def _model_dir(path: str) -> str:
-    """The local directory of a model, which is fetched when `path` is a name on the hub."""
-    if Path(path).is_dir():
-        return path
-    from huggingface_hub import snapshot_download
-
-    return str(snapshot_download(path))
 
 
 def _sampling_params(sampling: Sampling, seed: int) -> Any:

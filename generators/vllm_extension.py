@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,11 +102,9 @@ class _Staging:
     location: str
     state: str = "running"
     error: str = ""
-    seconds: float = 0.0
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def run(self, model_dir: Path, dtype: str) -> None:
-        started = time.monotonic()
         try:
             expected = expected_tensors(model_dir, dtype)
             staged = read_version(Path(self.location), expected=expected)
@@ -116,8 +113,7 @@ class _Staging:
         except Exception as error:  # the boundary to the other process: reported as text
             self.error, self.state = f"{type(error).__name__}: {error}", "failed"
             return
-        self.tensors, self.seconds = staged.tensors, time.monotonic() - started
-        self.state = "done"
+        self.tensors, self.state = staged.tensors, "done"
 
 
 class StagedWeights:
@@ -139,18 +135,9 @@ class StagedWeights:
         return label
 
     def staging_state(self) -> str:
-        """JSON: state (idle, running, done, failed), label, error, seconds."""
-        staging = self._staging
-        if staging is None:
-            return json.dumps({"state": "idle", "label": "", "error": "", "seconds": 0.0})
-        return json.dumps(
-            {
-                "state": staging.state,
-                "label": staging.label,
-                "error": staging.error,
-                "seconds": staging.seconds,
-            }
-        )
+        """JSON: state (idle, running, done, failed), label, error."""
+        staging = self._staging or _Staging("", "", state="idle")
+        return json.dumps({"state": staging.state, "label": staging.label, "error": staging.error})
 
     def load_staged(self, label: str) -> str:
         """Writes the staged weights over the served ones. The scheduler must be paused.

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from asyncrl.messages import WatchWeights
 from asyncrl.transport import Client
 from asyncrl.types import WeightId
-from generators.engine import Engine, StagingError, SwapTimes
+from generators.engine import Engine, EngineError, StagingError, SwapTimes
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class WeightsIn:
         timeout_s: float,
         on_swap: Callable[[SwapTimes], None],
     ) -> None:
-        """`timeout_s` bounds one staging; `on_swap` is called after each swap."""
+        """`timeout_s` bounds one staging, and one swap; `on_swap` is called after each swap."""
         self._engine = engine
         self._client = client
         self._pins = pins
@@ -118,7 +118,7 @@ class WeightsIn:
         self.state = "waiting for an evaluation to end"
         await self._pins.released()
         self.state = "swapping"
-        times = await self._engine.swap(weights)
+        times = await self._swap(weights)
         log.info(
             "serving weights %s: staged %.2f s, paused %.3f s, loaded %.3f s, resumed %.3f s",
             weights,
@@ -128,3 +128,14 @@ class WeightsIn:
             times.resume_s,
         )
         self._on_swap(times)
+
+    async def _swap(self, weights: WeightId) -> SwapTimes:
+        """An engine that does not answer holds half of a version, or hangs: it is given up."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._engine.swap(weights)
+        except TimeoutError:
+            raise EngineError(
+                f"swapping to weights {weights} took longer than weights.timeout_s = "
+                f"{self._timeout_s:g}: the engine does not answer"
+            ) from None

@@ -47,7 +47,7 @@ class Worker:
     async def run(self, client: Client, *, on_swap: Callable[[], None]) -> None:
         """Returns when the run is done; raises what ended it otherwise.
 
-        `on_swap` is called when other weights begin to serve. ValueError is the user's to mend (a
+        `on_swap` is called when other weights begin to serve. UserError is the user's to mend (a
         prompt, the reward function); EngineError, Unreachable and RefusedError are not.
         """
 
@@ -180,4 +180,8 @@ class Worker:
                     return await self._maker.make(lease, places, on_start=tell_start)
         except TimeoutError:
             places.give_back_all()
-            raise GroupError(f"not finished in {lease.timeout_s:.0f} s", content=True) from None
+            raise GroupError(
+                f"not finished in {lease.timeout_s:g} s, the time of its lease: the generator may "
+                "be too slow for it",
+                content=False,
+            ) from None

@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,9 +126,11 @@ class Scene:
         await self.server.__aexit__(None, None, None)
 
 
-def start_program(directory: Path, config: Config, address: str) -> subprocess.Popen[str]:
+def start_program(
+    directory: Path, config: Config, address: str, *, program: Sequence[str] = ("-m", "generators")
+) -> subprocess.Popen[str]:
     save_resolved(config, directory / "config.yaml")
-    command = [sys.executable, "-P", "-m", "generators", str(directory / "config.yaml")]
+    command = [sys.executable, "-P", *program, str(directory / "config.yaml")]
     command += ["--connect", address, "--name", "generator-7"]
     return subprocess.Popen(
         command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True

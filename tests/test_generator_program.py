@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from pathlib import Path
@@ -83,6 +84,73 @@ def test_a_bad_reward_path_is_one_message_and_exit_code_2(config: Config, tmp_pa
     assert program.returncode == 2
     assert "scor" in errors
     assert "Traceback" not in errors
+
+
+FAULTY = """
+import sys
+import generators.__main__ as program
+
+class FaultyEngine(program.ScriptedEngine):
+    async def generate(self, *arguments, **options):
+        raise ValueError("a slip of ours")
+
+program.ScriptedEngine = FaultyEngine
+sys.exit(program.main())
+"""
+
+
+def test_a_value_error_in_the_middle_of_work_is_a_traceback_and_exit_code_1(
+    config: Config, tmp_path: Path
+) -> None:
+    async def scenario() -> tuple[int, str]:
+        async with serve([lease(0)]) as (_, address):
+            program = start_program(tmp_path, config, address, program=["-c", FAULTY])
+            _, errors = await asyncio.to_thread(program.communicate, timeout=40)
+            return program.returncode, errors
+
+    code, errors = run(scenario())
+    assert code == 1
+    assert "Traceback" in errors
+    assert "a slip of ours" in errors
+
+
+def test_a_reward_error_with_on_error_stop_is_one_message_and_exit_code_2(
+    config: Config, tmp_path: Path
+) -> None:
+    changed = make_config(
+        Path(config.model.path).parent,
+        reward__path=f"{VERIFIERS}:missing_answer",
+        reward__on_error="stop",
+    )
+
+    async def scenario() -> tuple[int, str]:
+        async with serve([lease(0)]) as (_, address):
+            program = start_program(tmp_path, changed, address)
+            _, errors = await asyncio.to_thread(program.communicate, timeout=40)
+            return program.returncode, errors
+
+    code, errors = run(scenario())
+    assert code == 2
+    assert "reward.on_error is stop" in errors
+    assert "asyncio" not in errors, "only the traceback of the reward function is shown"
+
+
+def test_sigusr1_dumps_all_threads_and_the_program_goes_on(config: Config, tmp_path: Path) -> None:
+    async def scenario() -> tuple[int, str]:
+        async with serve([lease(0)]) as (buffer, address):
+            program = start_program(tmp_path, config, address)
+            await buffer.until(lambda: len(buffer.groups) == 1, 40)
+            program.send_signal(signal.SIGUSR1)
+            await asyncio.sleep(0.2)
+            assert program.poll() is None
+            buffer.done = True
+            _, errors = await asyncio.to_thread(program.communicate, timeout=10)
+            return program.returncode, errors
+
+    code, errors = run(scenario())
+    assert code == 0
+    assert "Current thread" in errors
+    assert "heartbeat.py" in errors
 
 
 @pytest.mark.vllm

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from asyncrl.types import Completion, Int32Array, Rollout, Row
+from asyncrl.types import Completion, Int32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,3 @@ class Policy:
     """[P] the row's prompt, rendered once for the whole group."""
     complete: Callable[[Int32Array], Awaitable[Completion]]
     """Samples a continuation of the given ids."""
-
-
-Environment = Callable[[Row, Policy], Awaitable[Rollout]]
