@@ -13,13 +13,14 @@ import numpy as np
 
 from asyncrl.config.schema import Config
 from asyncrl.messages import Lease
+from asyncrl.tasks.prompts import OverlongPrompt, PromptError
 from asyncrl.types import Completion, Int32Array, Rollout, RolloutGroup, Sampling
 from asyncrl.versions import sample_seed
 from generators.engine import Engine, EngineError, RequestError
 from generators.environments import Policy
 from generators.environments.single_turn import rollout as single_turn
 from generators.rewards import RewardWorkers, UserError
-from generators.tokens import OverlongPrompt, PromptError, Tokens
+from generators.tokens import Tokens
 
 log = logging.getLogger(__name__)
 

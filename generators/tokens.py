@@ -12,17 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from asyncrl.config.schema import Config
+from asyncrl.tasks.prompts import Renderer
 from asyncrl.types import Int32Array, Row
 
 T = TypeVar("T")
-
-
-class PromptError(Exception):
-    """A prompt that cannot be given to the model; the message says why."""
-
-
-class OverlongPrompt(PromptError):
-    """A prompt over data.max_prompt_length."""
 
 
 class Tokens:
@@ -30,27 +23,16 @@ class Tokens:
 
     def __init__(self, config: Config) -> None:
         """Loads the tokenizer of config.model. Raises ValueError when there is none."""
-        self._config = config
-        self._tokenizer: Any = _load_tokenizer(config.model.path)
+        self._renderer = Renderer(config)
+        self._tokenizer = self._renderer.tokenizer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self.end_ids = _end_ids(config.model.path, self._tokenizer)
         """Ids with which the model itself ends a response, then sampling.stop_token_ids."""
         self.end_ids += tuple(id for id in config.sampling.stop_token_ids if id not in self.end_ids)
 
     async def render(self, row: Row) -> Int32Array:
-        """The prompt of `row` as [P] ids: text as it is, messages through the chat template.
-
-        Raises PromptError for a prompt that is empty or over data.max_prompt_length.
-        """
-        ids = await self._run(self._render, row["prompt"])
-        limit = self._config.data.max_prompt_length
-        if not ids:
-            raise PromptError("the prompt is empty")
-        if len(ids) > limit:
-            raise OverlongPrompt(
-                f"the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}"
-            )
-        return np.asarray(ids, np.int32)
+        """The prompt of `row` as [P] ids. Raises PromptError, see prompts.Renderer.render."""
+        return np.asarray(await self._run(self._renderer.render, row), np.int32)
 
     async def decode(self, token_ids: Int32Array) -> str:
         """The text of a response, without special tokens."""
@@ -58,21 +40,6 @@ class Tokens:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _render(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        if isinstance(prompt, str):
-            return list(self._tokenizer(prompt)["input_ids"])
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                prompt,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **self._config.data.chat_template_kwargs,
-            )
-        except Exception as error:  # templates raise errors of jinja's own and whatever they like
-            raise PromptError(f"the chat template refuses the prompt: {error}") from error
-        return list(rendered["input_ids"])
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -86,15 +53,6 @@ def vocabulary_size(model: str) -> int:
     from transformers import AutoConfig
 
     return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
-
-
-def _load_tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.path {model}: no tokenizer can be loaded: {error}") from None
 
 
 def _end_ids(model: str, tokenizer: Any) -> tuple[int, ...]:

@@ -16,10 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.config.schema import Model
 from asyncrl.tasks import exact_match
+from asyncrl.tasks.prompts import check_prompts
 from asyncrl.tasks.reasoning_gym import exact, score
 from asyncrl.tasks.rewards import call_reward, check_reward, resolve
-from asyncrl.tasks.rows import Rows, data_fingerprint, load_rows
+from asyncrl.tasks.rows import Rows, load_rows
 from asyncrl.types import Row
 
 GOOD: dict[str, Any] = {
@@ -194,13 +196,6 @@ def test_too_few_rows_for_a_step_are_refused_only_where_they_would_train_nothing
     assert "3 rows do not fill one step of prompts_per_step 4" in message
 
 
-def test_the_fingerprint_sees_values_and_order() -> None:
-    other = ROW | {"answer": "5"}
-    assert data_fingerprint([ROW, other]) == data_fingerprint([dict(ROW), dict(other)])
-    assert data_fingerprint([ROW, other]) != data_fingerprint([other, ROW])
-    assert data_fingerprint([ROW]) != data_fingerprint([other])
-
-
 # ---- reasoning-gym ----
 
 SUMS: dict[str, Any] = {
@@ -275,6 +270,57 @@ def test_part_marks_count_in_score_and_not_in_exact() -> None:
     assert 0 < call_reward(score, row, text)[0] < 1
     assert call_reward(exact, row, text)[0] == 0
     assert call_reward(score, row, "")[0] == 0
+
+
+# ---- prompts over the limit ----
+
+
+def prompts_config(tiny: Path, **data: Any) -> Config:
+    return config(["unused.jsonl"], data={"max_prompt_length": 12, **data}).model_copy(
+        update={"model": Model(path=str(tiny / "model"))}
+    )
+
+
+def prompts(*texts: str) -> list[Row]:
+    return [{**ROW, "prompt": text} for text in texts]
+
+
+def test_overlong_prompts_are_an_error_at_start_with_row_tokens_and_limit(
+    random_tiny_task: Path,
+) -> None:
+    rows = Rows(prompts("_" * 12, "_" * 13, "abc", "_" * 20), [])
+    with pytest.raises(ValueError) as refused:
+        check_prompts(prompts_config(random_tiny_task), rows)
+    assert str(refused.value) == (
+        "data.train_files: 2 of 4 prompts are longer than data.max_prompt_length = 12 tokens. The "
+        "first is row 2 (source sums) with 13 tokens, the longest has 20: raise the limit, or set "
+        "data.overlong_prompts to drop"
+    )
+    with pytest.raises(ValueError, match=r"data\.val_files: 1 of 1 prompts"):
+        check_prompts(prompts_config(random_tiny_task), Rows(rows.train[:1], rows.train[1:2]))
+
+
+def test_overlong_prompts_that_are_dropped_are_counted(random_tiny_task: Path) -> None:
+    drop = prompts_config(random_tiny_task, overlong_prompts="drop")
+    rows = prompts("_" * 12, "_" * 13, "abc", "_" * 20)
+    assert check_prompts(drop, Rows(rows, rows[:2])) == 3
+    with pytest.raises(ValueError, match="all 2 prompts are longer"):
+        check_prompts(drop, Rows(rows[1::2], []))
+
+
+def test_a_prompt_that_the_chat_template_refuses_is_an_error_at_start(
+    random_tiny_task: Path,
+) -> None:
+    rows = [{**ROW, "prompt": [{"role": "user", "content": "abc"}]}]  # the model has no template
+    with pytest.raises(ValueError, match=r"data\.train_files, row 1 .*chat template refuses"):
+        check_prompts(prompts_config(random_tiny_task), Rows(rows, []))
+
+
+def test_texts_that_must_fit_need_no_tokenizer(tmp_path: Path) -> None:
+    no_model = prompts_config(tmp_path, max_prompt_length=20)
+    assert check_prompts(no_model, Rows(prompts("äöüäöü", "abc"), [])) == 0
+    with pytest.raises(ValueError, match="no tokenizer"):
+        check_prompts(no_model, Rows(prompts("äöüäöüä"), []))
 
 
 # ---- reward functions ----

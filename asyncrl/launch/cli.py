@@ -14,6 +14,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.launch.local import run_local
 from asyncrl.launch.models import find_model
+from asyncrl.tasks.prompts import check_prompts
 from asyncrl.tasks.rewards import check_reward
 from asyncrl.tasks.rows import load_rows
 
@@ -52,14 +53,23 @@ def _local(path: Path, overrides: list[str], console: Console) -> int:
 
 
 def _check(config: Config) -> Config:
-    """Everything that can be wrong before an engine loads: data, reward, model.
+    """Everything that can be wrong before an engine loads: data, reward, model, prompts.
 
     Returns the config with the model's directory in it. Raises ValueError.
     """
     rows = load_rows(config)
     check_reward(config.reward.path, rows.train[0], timeout_s=config.reward.timeout_s)
     model = find_model(config.model.path)
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": str(model)})}
+    )
+    if num_overlong := check_prompts(config, rows):
+        print(
+            f"data: {num_overlong} of {len(rows.train) + len(rows.val)} prompts are over "
+            f"data.max_prompt_length = {config.data.max_prompt_length} tokens and will be dropped",
+            file=sys.stderr,
+        )
+    return config
 
 
 def _exit(work: Callable[[], int]) -> None:
