@@ -1,4 +1,4 @@
-"""A user's mistake ends `asyncrl-launch local` in one message and exit code 2, before any engine."""
+"""A user's mistake ends the launcher in one message and exit code 2, before any engine starts."""
 
 from __future__ import annotations
 

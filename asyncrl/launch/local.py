@@ -106,7 +106,7 @@ def _patience_s(children: Children) -> float:
     """How long to wait for those that still run, seen from now."""
     buffer, learner, *_ = children.all
     failed = children.first_failure()
-    if failed is buffer and learner.exit_code is None:
+    if failed is buffer and buffer.exit_code == 1 and learner.exit_code is None:
         return _SAVE_S
     if failed is not None:
         return 0.0
@@ -155,8 +155,9 @@ def _report_failure(children: Children, console: Console) -> int:
         console.print("[red]the buffer ended before it listened[/red]")
         return 1
     code = failed.exit_code or 1
-    console.print(f"[red]{failed.name} ended with exit code {code}[/red]; the end of {failed.log}:")
-    console.print(failed.last_lines(), highlight=False, markup=False)
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    console.print(f"[red]{failed.name} {how}[/red]; the end of {failed.log}:", soft_wrap=True)
+    console.print(failed.last_lines(), highlight=False, markup=False, soft_wrap=True)
     return code if code in (1, 2) else 1
 
 
