@@ -605,8 +605,15 @@ def test_a_begun_run_refuses_other_data_and_another_batch_size(tmp_path: Path) -
             await here.generator().lease()
 
     play(begin())
-    for config, number in ((make_config(), 13), (make_config(prompts_per_step=8), 12)):
+    same, other = make_config(), make_config(prompts_per_step=8)
+    changed = [row | {"answer": "7"} for row in rows(12)]
+    for config, data in (
+        (same, rows(13)),
+        (same, rows(12)[::-1]),
+        (same, changed),
+        (other, rows(12)),
+    ):
         journal = Journal(tmp_path)
         with pytest.raises(ValueError, match="cannot go on with another one"):
-            Run(config, train=rows(number), val=[], journal=journal, now=0.0)
+            Run(config, train=data, val=[], journal=journal, now=0.0)
         journal.close()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from asyncrl.config.schema import Config, DataKeys, ReasoningGym
@@ -40,14 +37,6 @@ def load_rows(config: Config) -> Rows:
         )
     val = _load(data.val_files, data.keys, "data.val_files", held_out=True)
     return Rows(train, val)
-
-
-def data_fingerprint(rows: Iterable[Row]) -> str:
-    """Hash over the rows and their order: same fingerprint, same data."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
-    return digest.hexdigest()
 
 
 def _load(
