@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +19,10 @@ from transformers import AutoTokenizer
 
 from asyncrl.config import Config
 from asyncrl.config.load import load_config
+from asyncrl.journal import Journal, PayloadRef
 from asyncrl.types import GroupId, Rollout, RolloutGroup, Sampling
 from asyncrl.versions import sample_seed
+from asyncrl.wire import decode_group
 from generators.scripted_engine import scripted_completion
 from learner.optimizer import Optimizer
 from learner.policy import load_policy
@@ -82,13 +86,17 @@ def test_asynchronous_run_uses_its_bound_and_keeps_it(asynchronous: Finished) ->
 def test_synchronous_run_equals_the_plain_loop_bit_for_bit(
     synchronous: Finished, config: Path
 ) -> None:
-    assert differing(plain_loop(load_config(config, [])), synchronous) == []
+    parameters, batches = plain_loop(load_config(config, []))
+    assert differing(parameters, synchronous) == []
+    assert differing_batches(batches, synchronous) == []
 
 
 def test_plain_loop_in_which_one_wrong_version_is_served_differs(
     synchronous: Finished, config: Path
 ) -> None:
-    assert differing(plain_loop(load_config(config, []), wrong_at=3), synchronous) != []
+    parameters, batches = plain_loop(load_config(config, []), wrong_at=3)
+    assert differing(parameters, synchronous) != []
+    assert differing_batches(batches, synchronous) == [3]
 
 
 def test_every_issued_prompt_is_trained_and_fates_add_up(asynchronous: Finished) -> None:
@@ -97,8 +105,10 @@ def test_every_issued_prompt_is_trained_and_fates_add_up(asynchronous: Finished)
     assert counts == {"trained": STEPS * GROUPS}
 
 
-def plain_loop(config: Config, wrong_at: int | None = None) -> dict[str, torch.Tensor]:
-    """Synchronous training without buffer, sockets and processes; returns the parameters.
+def plain_loop(
+    config: Config, wrong_at: int | None = None
+) -> tuple[dict[str, torch.Tensor], list[list[RolloutGroup]]]:
+    """Synchronous training without buffer, sockets and processes: parameters, batch of each step.
 
     In step `wrong_at` the samples are those of the version before the right one.
     """
@@ -108,12 +118,14 @@ def plain_loop(config: Config, wrong_at: int | None = None) -> dict[str, torch.T
     optimizer = Optimizer(policy, config.learner.optim)
     lines = Path(str(config.data.train_files[0])).read_text().splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines]
+    batches = []
     for step in range(STEPS):
         version = step - (step == wrong_at)
         positions = range(step * GROUPS, (step + 1) * GROUPS)
         groups = [make_group(config, GroupId(0, p), prompts[p], version) for p in positions]
         train_step(policy, optimizer, groups, config)
-    return {name: tensor.clone() for name, tensor in policy.gather(torch.float32)}
+        batches.append(groups)
+    return {name: tensor.clone() for name, tensor in policy.gather(torch.float32)}, batches
 
 
 def make_group(config: Config, id: GroupId, prompt: str, version: int) -> RolloutGroup:
@@ -147,3 +159,36 @@ def differing(parameters: dict[str, torch.Tensor], run: Finished) -> list[str]:
     """Names of the parameters that are not bit-equal to those that the run exported."""
     exported = load_file(run.run_dir / "final" / "model.safetensors")
     return [name for name, tensor in parameters.items() if not torch.equal(tensor, exported[name])]
+
+
+def differing_batches(batches: list[list[RolloutGroup]], run: Finished) -> list[int]:
+    """Steps whose groups are not bit-equal to those that the run's journal holds, in order."""
+    journal = Journal(run.run_dir)
+    trained: dict[int | None, list[RolloutGroup]] = defaultdict(list)
+    for row in journal.stored.groups:
+        assert row.segment is not None
+        assert row.offset is not None
+        assert row.length is not None
+        frame = journal.read(PayloadRef(row.segment, row.offset, row.length))
+        trained[row.step].append(decode_group(frame))
+    journal.close()
+    assert sorted(trained, key=str) == [*range(len(batches))]
+    return [
+        step
+        for step, groups in enumerate(batches)
+        if [content(group) for group in groups] != [content(group) for group in trained[step]]
+    ]
+
+
+def content(group: RolloutGroup) -> tuple[Any, ...]:
+    """All that the learner trains on, arrays as bytes."""
+    rollouts = [
+        (
+            *(a.tobytes() for a in (r.token_ids, r.logprobs, r.versions, r.loss_mask)),
+            *(a.dtype.str for a in (r.token_ids, r.logprobs, r.versions, r.loss_mask)),
+            r.finish_reason,
+            r.reward,
+        )
+        for r in group.rollouts
+    ]
+    return group.id, group.source, group.prompt_ids.tobytes(), group.temperature, rollouts
