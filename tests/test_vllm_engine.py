@@ -394,3 +394,8 @@ def test_insecure_serialisation_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     with pytest.raises(ValueError, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):
         asyncio.run(VllmEngine(make_config(tmp_path)).start())
+
+
+def test_a_model_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.path: there is no directory .*nowhere"):
+        asyncio.run(VllmEngine(make_config(tmp_path / "nowhere")).start())
