@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,20 +78,32 @@ class RunDir:
         return base / f"asyncrl-{self.path.name}-{(self.read_run_id() or 'alone')[:8]}"
 
 
-def open_run_dir(config: Config, *, config_name: str) -> RunDir:
-    """Makes the run directory, or goes on in one when checkpoint.resume is auto.
+@contextmanager
+def open_run_dir(config: Config, *, config_name: str) -> Iterator[RunDir]:
+    """Makes the run directory, or goes on in one when checkpoint.resume is auto; locked meanwhile.
 
-    Raises ValueError when there is something in it already and resume is never.
+    Raises ValueError when there is something in it already and resume is never, when another
+    launcher is at work in it, and when it cannot be made.
     """
     name = config.run_name or f"{config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = (Path(config.output_dir) / name).absolute()
-    if path.exists() and any(path.iterdir()) and config.checkpoint.resume == "never":
-        raise ValueError(
-            f"run directory {path} is not empty: choose another run_name, or go on in it with "
-            "checkpoint.resume=auto"
-        )
     run_dir = RunDir(path)
-    run_dir.logs.mkdir(parents=True, exist_ok=True)
-    run_dir.buffer_address.unlink(missing_ok=True)
-    run_dir.make_run_id()
-    return run_dir
+    try:
+        is_used = path.exists() and any(path.iterdir())
+        if is_used and config.checkpoint.resume == "never":
+            raise ValueError(
+                f"run directory {path} is not empty: choose another run_name, or go on in it with "
+                "checkpoint.resume=auto"
+            )
+        run_dir.logs.mkdir(parents=True, exist_ok=True)
+        lock = (path / "launcher.lock").open("w")
+    except OSError as error:
+        raise ValueError(f"run directory {path} cannot be made: {error}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another asyncrl-launch is at work in {path}") from None
+        run_dir.buffer_address.unlink(missing_ok=True)
+        run_dir.make_run_id()
+        yield run_dir

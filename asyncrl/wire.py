@@ -24,6 +24,8 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_FRAME_BYTES = 256 << 20
 """A frame larger than this is refused by the socket itself: 8 rollouts of 1M tokens fit."""
 MAX_FRAMES = 65_536
+_MAX_ITEMS = 65_536
+"""Items of one list or mapping in a header: small bytes must not become large objects."""
 
 _MESSAGES: TypeAdapter[Any] = TypeAdapter(AnyMessage)
 _ARRAYS = (  # name, dtype on the wire, in the order in which they follow the header
@@ -170,6 +172,8 @@ def _unpack(data: bytes, limit: int) -> Any:
     if len(data) > limit:
         raise WireError(f"a header of {len(data)} bytes is over the limit of {limit}")
     try:
-        return msgpack.unpackb(data, strict_map_key=True)
+        return msgpack.unpackb(
+            data, strict_map_key=True, max_array_len=_MAX_ITEMS, max_map_len=_MAX_ITEMS
+        )
     except Exception as error:  # msgpack's own errors share no base with its ValueErrors
         raise WireError(f"not msgpack: {type(error).__name__}: {error}") from None

@@ -41,12 +41,7 @@ class RewardWorkers:
 
     def __init__(self, config: Reward) -> None:
         self._config = config
-        self._pool = ProcessPool(
-            max_workers=config.workers,
-            initializer=_prepare_worker,
-            initargs=(config.path,),
-            context=multiprocessing.get_context("spawn"),
-        )
+        self._pool = self._make_pool()
         self._reported = False
 
     def start(self) -> None:
@@ -64,11 +59,16 @@ class RewardWorkers:
         An error or time-out gives a Score without reward, or raises UserError, as reward.on_error
         says. The limit counts from when a worker takes the call up, not from this call.
         """
-        call = self._pool.schedule(
-            _call, args=[self._config.path, row, text], timeout=self._config.timeout_s
-        )
+        pool = self._pool
         try:
+            call = pool.schedule(
+                _call, args=[self._config.path, row, text], timeout=self._config.timeout_s
+            )
             reward, parts = await asyncio.wrap_future(call)
+        except (BrokenProcessPool, RuntimeError) as error:  # a worker died between two calls
+            if pool is self._pool:
+                self._pool = self._make_pool()
+            return self._failed(name, f"its processes died: {error}")
         except TimeoutError:
             return self._failed(name, f"took longer than {self._config.timeout_s} s and was killed")
         except ProcessExpired as error:
@@ -84,6 +84,14 @@ class RewardWorkers:
             if child.name == WORKERS_NAME:
                 child.kill()
         self._pool.join()
+
+    def _make_pool(self) -> ProcessPool:
+        return ProcessPool(
+            max_workers=self._config.workers,
+            initializer=_prepare_worker,
+            initargs=(self._config.path,),
+            context=multiprocessing.get_context("spawn"),
+        )
 
     def _failed(self, name: str, reason: str) -> Score:
         message = f"reward function {self._config.path} for {name}: {reason}"

@@ -38,7 +38,7 @@ from learner.ranks import Ranks
 from learner.reporting import Reporter
 from learner.source import BufferLine
 from learner.train_step import train_step
-from learner.weights_out import Publisher
+from learner.weights_out import Publisher, check_writable
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ class Learner:
         self.line = BufferLine(address, run_id=run_dir.read_run_id(), ranks=ranks)
         self.policy = load_policy(config, ranks)
         self.optimizer = Optimizer(self.policy, config.learner.optim)
+        if ranks.is_lead:
+            check_writable(run_dir.weights(config))
         self.publisher = Publisher(
             config.weights,
             run_dir.weights(config),

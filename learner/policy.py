@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -111,11 +112,21 @@ def _load_model(config: Model, device: torch.device) -> Any:
         attention = "sdpa" if device.type == "cuda" else "eager"
     disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            config.path, dtype=torch.float32, attn_implementation=attention
+        model, report = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model.path={config.path!r} cannot be loaded: {error}") from None
+    made_up = sorted(str(name) for name in report["missing_keys"])
+    if made_up:
+        raise ValueError(
+            f"model.path={config.path!r} lacks {len(made_up)} of the model's tensors, as "
+            f"{made_up[0]}: they would be random numbers"
+        )
+    return model
 
 
 def _refuse_logit_transforms(config: Any, path: str) -> None:

@@ -158,3 +158,14 @@ class Publisher:
 
     def _is_superseded(self) -> bool:
         return self._pending is not None or self._closed
+
+
+def check_writable(root: Path) -> None:
+    """ValueError where nothing can be published, before anything is trained."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        (root / ".writable").touch()
+    except OSError as error:
+        raise ValueError(
+            f"weights cannot be published in {root}: {error}: set weights.dir"
+        ) from None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from asyncrl.launch.models import WHEELS, find_model
 
@@ -16,7 +18,7 @@ def model(tmp_path: Path) -> Path:
     directory = tmp_path / "my-model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    (directory / "model.safetensors").touch()
+    save_file({"weight": np.zeros(1, np.float32)}, directory / "model.safetensors")
     (directory / "tokenizer.json").write_text("{}")
     return directory
 

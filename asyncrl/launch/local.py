@@ -50,18 +50,17 @@ def run_local(config: Config, *, config_name: str, console: Console) -> int:
     placement = place(config, gpus=visible_gpus(), num_cores=count_cores())
     if placement.shares_gpu:
         config = _with_room_for_learner(config)
-    run_dir = open_run_dir(config, config_name=config_name)
-    save_resolved(config, run_dir.config)
-    console.print(f"run directory {run_dir.path}", highlight=False, soft_wrap=True)
-    console.print(placement.describe(), highlight=False)
-    with _signals(), Children(run_dir.logs) as children:
+    with open_run_dir(config, config_name=config_name) as run_dir:
+        save_resolved(config, run_dir.config)
+        console.print(f"run directory {run_dir.path}", highlight=False, soft_wrap=True)
+        console.print(placement.describe(), highlight=False)
         try:
-            return _supervise(config, run_dir, placement, children, console)
+            with _signals(), Children(run_dir.logs) as children:
+                return _supervise(config, run_dir, placement, children, console)
         except _Stopped as stopped:
             console.print(f"stopped by {signal.Signals(stopped.number).name}")
             return 128 + stopped.number
         finally:
-            children.stop()
             shutil.rmtree(run_dir.weights(config), ignore_errors=True)
 
 

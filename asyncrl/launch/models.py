@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download
+from safetensors import SafetensorError, safe_open
 
 from asyncrl.config.fields import nearest
 
@@ -79,13 +80,22 @@ def check_model_dir(directory: Path) -> None:
     if not (isinstance(config, dict) and "model_type" in config):
         raise ValueError(f"model.path: {directory / 'config.json'} names no model_type")
     _check_shards(directory)
+    for file in directory.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"model.path: {file} is damaged: {error}") from None
 
 
 def _check_shards(directory: Path) -> None:
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return
-    shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"model.path: {index} is damaged: {error!r}") from None
     missing = sorted(shard for shard in shards if not (directory / shard).is_file())
     if missing:
         raise ValueError(f"model.path: {directory} lacks {', '.join(missing)}, which {index} names")
