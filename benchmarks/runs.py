@@ -49,7 +49,7 @@ def launch(config: Path, overrides: Iterable[str], *, directory: Path, name: str
 def read_run(directory: Path) -> Run:
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    buffer = {record["step"]: record for record in records if "buffer/reward_mean" in record}
+    buffer = {record["step"]: record for record in records if "buffer/num_arrived" in record}
     steps = [record for record in records if "time/step_s" in record]
     return Run(directory, [{**buffer[record["step"]], **record} for record in steps])
 

@@ -87,7 +87,7 @@ class Generation:
                 raise WireError(f"{len(frames)} frames with one group")
             group = decode_group(frames[0])
         except WireError as error:
-            return self._invalid(message, str(error), now)
+            return self._invalid(member, message, str(error), now)
         problem = fault(
             group,
             message,
@@ -96,15 +96,15 @@ class Generation:
             newest=newest,
         )
         if problem is not None:
-            return self._invalid(message, problem, now)
+            return self._invalid(member, message, problem, now)
         if is_eval:
             return self._submit_eval(message, summarize(group), now)
         return self._submit_train(member, message, summarize(group), frames[0], now)
 
-    def failed(self, message: Failed, *, now: float) -> Verdict:
+    def failed(self, member: Member, message: Failed, *, now: float) -> Verdict:
         """A generator gives a lease back."""
         return Verdict(
-            verdict=self._fail(message, message.reason, content=message.content, now=now)
+            verdict=self._fail(member, message, message.reason, content=message.content, now=now)
         )
 
     def _eval_lease(self, member: Member, serving: int, now: float) -> Lease | None:
@@ -145,7 +145,7 @@ class Generation:
         id, attempt = GroupId(*message.group), message.attempt
         judgement = self._ledger.judge(id, attempt, arrival.oldest_version)
         if judgement == "stale":
-            self._fail(message, "its oldest token is too old", content=False, now=now)
+            self._fail(member, message, "its oldest token is too old", content=False, now=now)
         if judgement != "accepted":
             return Verdict(verdict=judgement)
         reason = arrival.useless_because if self._config.buffer.zero_variance == "refill" else None
@@ -172,18 +172,21 @@ class Generation:
             self._evaluations.accept(index, arrival, now=now)
         return Verdict(verdict=outcome)
 
-    def _invalid(self, message: Submit, problem: str, now: float) -> Verdict:
+    def _invalid(self, member: Member, message: Submit, problem: str, now: float) -> Verdict:
         log.warning("%s group %s is invalid: %s", message.kind, message.group, problem)
-        self._fail(message, problem, content=True, now=now)
+        self._fail(member, message, problem, content=True, now=now)
         return Verdict(verdict="invalid", reason=problem)
 
     def _fail(
-        self, message: Submit | Failed, reason: str, *, content: bool, now: float
+        self, member: Member, message: Submit | Failed, reason: str, *, content: bool, now: float
     ) -> Judgement:
+        """Nobody but its holder can give a lease back."""
         if message.kind == "eval":
             version, index = message.group
             return self._evaluations.fail(version, index, message.attempt, now=now)
         id = GroupId(*message.group)
+        if not self._ledger.is_held(id, message.attempt, by=member.name):
+            return "superseded"
         judgement = self._ledger.fail(id, message.attempt, content=content, reason=reason, now=now)
         if judgement == "accepted":
             self._tally.failed(f"group {id}: {reason}")

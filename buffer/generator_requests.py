@@ -84,7 +84,7 @@ class GeneratorRequests:
 
     async def _failed(self, member: Member, packet: Packet, message: Failed) -> Message:
         log.warning("%s: group %s failed: %s", member.name, message.group, message.reason)
-        verdict = self._run.generation.failed(message, now=time.monotonic())
+        verdict = self._run.generation.failed(member, message, now=time.monotonic())
         await self._changes.save()
         return verdict
 

@@ -155,6 +155,13 @@ class Ledger:
         self.policy.finish(group.number, group.version)
         self._move(group, State.READY)
 
+    def is_held(self, id: GroupId, attempt: int, *, by: str) -> bool:
+        """Whether this generator has this lease now."""
+        group = self._groups.get(id)
+        if group is None or group.state != State.LEASED:
+            return False
+        return (group.attempt, group.member) == (attempt, by)
+
     def fail(
         self, id: GroupId, attempt: int, *, content: bool, reason: str, now: float
     ) -> Judgement:

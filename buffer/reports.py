@@ -44,6 +44,7 @@ class Tally:
         self._since = _SinceLastStep()
         self._solve_rates: Counter[float] = Counter()
         self._num_failed_in_a_row = 0
+        self._num_unscored_in_a_row = 0
         self._last_failure = ""
 
     def arrived(self, arrival: Arrival, *, filtered: bool) -> None:
@@ -57,10 +58,12 @@ class Tally:
             self.recent_rewards.append(arrival.reward_mean)
         if filtered:
             self.num_useless_in_a_row += 1
-            if arrival.reward_mean is not None:
+            if arrival.reward_mean is None:
+                self._num_unscored_in_a_row += 1
+            else:
                 self._solve_rates[round(arrival.reward_mean, 1)] += 1
             return
-        self.num_useless_in_a_row = self._num_failed_in_a_row = 0
+        self.num_useless_in_a_row = self._num_failed_in_a_row = self._num_unscored_in_a_row = 0
         self._solve_rates.clear()
 
     def failed(self, reason: str) -> None:
@@ -82,11 +85,13 @@ class Tally:
     def why_useless(self) -> str:
         """The groups in a row that gave nothing, in words and numbers."""
         rates = ", ".join(f"{rate:.1f}: {n}" for rate, n in sorted(self._solve_rates.items()))
-        filtered = self.num_useless_in_a_row - self._num_failed_in_a_row
+        failed, unscored = self._num_failed_in_a_row, self._num_unscored_in_a_row
+        alike = self.num_useless_in_a_row - failed - unscored
         text = (
-            f"{self.num_useless_in_a_row} groups in a row gave nothing to train on: {filtered} "
-            f"filtered because their rewards do not differ, {self._num_failed_in_a_row} failed. "
-            f"Mean rewards of the filtered groups (reward: groups): {rates or 'none'}."
+            f"{self.num_useless_in_a_row} groups in a row gave nothing to train on: {alike} "
+            f"filtered because their rewards do not differ (mean reward: groups; "
+            f"{rates or 'none'}), {unscored} because the reward function scored no response of "
+            f"theirs (the generator's log has its first error), {failed} failed."
         )
         if self._last_failure:
             text += f" Last failure: {self._last_failure}."
@@ -97,8 +102,8 @@ class Tally:
         since, self._since = self._since, _SinceLastStep()
         ages = _token_ages(step, groups)
         total = sum(age * count for age, count in ages.items())
-        return {
-            "reward_mean": _mean(since.rewards),
+        reward: Values = {"reward_mean": _mean(since.rewards)} if since.rewards else {}
+        return reward | {
             "num_arrived": since.num_groups,
             "num_filtered": since.num_filtered,
             "num_failed": since.num_failed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -294,7 +295,7 @@ class Run:
         log.info(
             "step %d: %d groups, staleness %.2f (max %d), reward %.3f, %d filtered, waited %.1f s",
             *(step, len(groups), values["staleness_mean"], values["staleness_max"]),
-            *(values["reward_mean"], values["num_filtered"], waited_s),
+            *(values.get("reward_mean", math.nan), values["num_filtered"], waited_s),
         )
         self._waited_for = ""
 

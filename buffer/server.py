@@ -147,6 +147,10 @@ class BufferServer:
         if hello.run_id not in (None, self._run_id):
             reason = f"{hello.member} is of run {hello.run_id}, this buffer serves {self._run_id}"
             return Refused(code="wrong_run", reason=f"{reason}: is network.buffer right?")
+        known = self._run.members.by_name.get(hello.member)
+        if known is not None and known.role != hello.role:
+            reason = f"{hello.member} is a {known.role} of this run, not a {hello.role}"
+            return Refused(code="invalid", reason=reason)
         if hello.member not in self._run.members.by_name and hello.role != "monitor":
             log.info("%s (pid %d on %s) has joined", hello.member, hello.pid, hello.host)
         self._run.members.hello(peer, hello, now=now)

@@ -307,6 +307,19 @@ def test_invalid_groups_are_refused_and_leased_again(
     play(scenario())
 
 
+def test_nobody_but_its_holder_can_spoil_a_lease(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config(buffer__max_attempts=1)) as here:
+            holder, stranger = here.generator(), here.generator()
+            [lease] = await holder.lease(1)
+            assert (await stranger.submit_frame(lease, b"rubbish")).verdict == "invalid"
+            assert here.run.status(now=0)["counts"] == {"leased": 1}
+            assert (await holder.submit_frame(lease, b"rubbish")).verdict == "invalid"
+            assert here.run.status(now=0)["counts"] == {"quarantined": 1}
+
+    play(scenario())
+
+
 def test_a_lease_needs_a_generator_that_serves_its_version(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, make_config(), train=40) as here:
@@ -432,6 +445,10 @@ def test_hello_comes_first_and_must_name_this_run(tmp_path: Path) -> None:
             generator = here.generator()
             with pytest.raises(RefusedError, match="a generator, cannot ask for register"):
                 await generator.ask(Register(checkpoint_version=0, config_digest=""))
+            impostor = Peer(here.server.address, "learner", generator.name)
+            here.peers.append(impostor)
+            with pytest.raises(RefusedError, match="is a generator of this run, not a learner"):
+                await impostor.ask(Register(checkpoint_version=0, config_digest=""))
 
     play(scenario())
 

@@ -49,7 +49,7 @@ class Progress:
     def update(self, status: dict[str, Any] | None, *, phase: str) -> None:
         """Prints the records that are new. `status` is None while the buffer does not answer."""
         for record in self._metrics.new_records():
-            if "buffer/reward_mean" in record:
+            if "buffer/num_arrived" in record:
                 self._buffer_record = record
             elif "time/step_s" in record:
                 self._step({**self._buffer_record, **record})
