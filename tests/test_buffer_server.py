@@ -310,7 +310,7 @@ def test_invalid_groups_are_refused_and_leased_again(
 def test_nobody_but_its_holder_can_spoil_a_lease(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, make_config(buffer__max_attempts=1)) as here:
-            holder, stranger = here.generator(), here.generator()
+            holder, stranger = here.generator(), here.generator("stranger")
             [lease] = await holder.lease(1)
             assert (await stranger.submit_frame(lease, b"rubbish")).verdict == "invalid"
             assert here.run.status(now=0)["counts"] == {"leased": 1}
