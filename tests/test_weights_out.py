@@ -158,18 +158,19 @@ def test_a_failed_announcement_is_a_warning_and_is_made_again(
     assert "the buffer does not answer" in caplog.text
 
 
-def test_a_disk_that_fails_is_a_warning_and_the_next_version_supersedes(
-    policy: Policy, tmp_path: Path, announced: Announced, caplog: pytest.LogCaptureFixture
+def test_a_version_that_cannot_be_written_is_a_warning_and_the_next_supersedes_it(
+    policy: Policy,
+    publisher: Publisher,
+    announced: Announced,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
-    root = tmp_path / "occupied"
-    root.write_text("not a directory")
-    publisher = Publisher(
-        WeightsSection(), root, dtype=torch.bfloat16, is_lead=True, announce=announced
-    )
+    in_the_way = tmp_path / "weights" / "1.1" / "file"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.touch()
     with caplog.at_level(logging.WARNING):
         publisher.snapshot(policy, WeightId(1, 1))
         wait_until(lambda: "1.1 are not published" in caplog.text)
-    root.unlink()
     publisher.snapshot(policy, WeightId(1, 2))
     assert publisher.close(drain_s=10)
     assert announced.weights == [WeightId(1, 2)]
