@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.config.load import write_whole
+from asyncrl.disk import write_whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from asyncrl.disk import sync
 from asyncrl.types import WeightId
 
 log = logging.getLogger(__name__)
@@ -93,9 +94,9 @@ def write_version(
             "digest": digest,
         }
         _write_file(temporary / MANIFEST, json.dumps(manifest).encode(), None)
-        _sync_directory(temporary)
+        sync(temporary)
         temporary.rename(final)
-        _sync_directory(root)
+        sync(root)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -262,11 +263,3 @@ def _crc32(tensor: torch.Tensor) -> int:
 
 def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.config.load import load_resolved, write_whole
+from asyncrl.config.load import load_resolved
+from asyncrl.disk import write_whole
 from asyncrl.journal import Journal
 from asyncrl.run_dir import RunDir
 from asyncrl.tasks.rows import load_rows

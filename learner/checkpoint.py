@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.config.load import config_digest
+from asyncrl.disk import sync
 from learner.optimizer import MOMENTS, Optimizer
 from learner.policy import Policy, check_finite, check_tied, fill, gather_tensor
 
@@ -178,7 +178,7 @@ def _seal(temporary: Path, final: Path) -> None:
     marker = temporary / _COMPLETE
     marker.write_text(json.dumps({file.name: _fingerprint(file) for file in files}, indent=1))
     for path in [*files, marker, temporary]:
-        _sync(path)
+        sync(path)
     if final.exists():  # a replayed or damaged one of the same version
         aside = final.with_name(f".{final.name}.old")
         shutil.rmtree(aside, ignore_errors=True)
@@ -187,18 +187,10 @@ def _seal(temporary: Path, final: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
     else:
         temporary.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from asyncrl.config.fields import dotted, nearest, required_keys, section_at, ty
 from asyncrl.config.presets import PRESETS
 from asyncrl.config.schema import Config
 from asyncrl.config.yaml_text import KeyPath, YamlError, dump, parse
+from asyncrl.disk import write_whole
 
 _ONLY_WITH: dict[KeyPath, str] = {
     ("learner", "loss", "clip_low"): "ppo_clip",
@@ -76,13 +76,6 @@ def load_resolved(path: str | Path) -> Config:
 def save_resolved(config: Config, path: str | Path) -> None:
     """Writes every value of the configuration as YAML, whole or not at all."""
     write_whole(Path(path), dump(config.model_dump(mode="json")))
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Writes a text file that no reader can see half."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
 
 
 def config_digest(config: Config, sections: Iterable[str]) -> str:
