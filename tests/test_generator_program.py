@@ -154,7 +154,9 @@ def test_sigusr1_dumps_all_threads_and_the_program_goes_on(config: Config, tmp_p
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "end", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_vllms_processes_end_with_the_program(config: Config, tmp_path: Path, end: int) -> None:
     changed = make_config(
         Path(config.model.path).parent,

@@ -72,7 +72,14 @@ def test_two_ranks_and_two_generators_train_together(config: Path, tmp_path: Pat
     assert len(finished.steps) == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        signal.SIGKILL,
+    ],
+)
 def test_no_process_outlives_the_launcher(
     launched: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -86,7 +93,14 @@ def test_no_process_outlives_the_launcher(
         assert launcher.wait(5) == 128 + number
 
 
-@pytest.mark.parametrize("role", ["learner", "generator-1", "buffer"])
+@pytest.mark.parametrize(
+    "role",
+    [
+        pytest.param("learner", marks=pytest.mark.slow),
+        "generator-1",
+        pytest.param("buffer", marks=pytest.mark.slow),
+    ],
+)
 def test_the_first_failure_ends_the_run_and_is_shown(
     launched: Callable[..., subprocess.Popen[str]], tmp_path: Path, role: str
 ) -> None:

@@ -51,6 +51,7 @@ def test_nothing_is_left_in_shared_memory(trained: Finished) -> None:
     assert not list(Path("/dev/shm").glob(f"asyncrl-{trained.run_dir.name}-*"))
 
 
+@pytest.mark.slow
 def test_synchronous_training_is_the_same_code_at_bound_zero(
     tiny_task: Path, tmp_path: Path
 ) -> None:
