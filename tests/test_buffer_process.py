@@ -25,6 +25,8 @@ from asyncrl.config.load import save_resolved
 from asyncrl.journal import fates
 from asyncrl.transport import RefusedError
 
+pytestmark = pytest.mark.e2e
+
 NUM_ROWS = 64
 
 

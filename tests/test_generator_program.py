@@ -22,6 +22,8 @@ from small_buffer import SmallBuffer, serve
 
 from asyncrl.config.schema import Config
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.fixture(scope="module")
 def config(random_tiny_task: Path) -> Config:
