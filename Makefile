@@ -37,7 +37,7 @@ demo: $(READY) | lock  ## train SmolLM2-135M to add (6 minutes on 2 cores); SEED
 test: $(READY) | lock  ## all tests but the slow ones (10 minutes at most)
 	@$(ONE_AT_A_TIME) $(BIN)/python -P -m pytest -m "not slow and not gpu" $(ARGS)
 
-test-fast: $(READY)  ## no real engine, no whole system (2 minutes at most)
+test-fast: $(READY)  ## what needs no engine and no program of its own (2 minutes at most)
 	@$(BIN)/python -P -m pytest -m "not vllm and not e2e and not slow and not gpu" $(ARGS)
 
 test-slow: $(READY) | lock  ## the tests that take minutes each
