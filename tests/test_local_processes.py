@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -14,6 +15,9 @@ import psutil
 import pytest
 import yaml
 from local_runs import REPOSITORY, command, run_local
+
+from asyncrl.config.load import load_resolved
+from asyncrl.run_dir import RunDir
 
 pytestmark = pytest.mark.e2e
 
@@ -62,6 +66,8 @@ def launched(config: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.
     for process in started:
         process.kill()
         process.communicate()
+    run_dir = RunDir(tmp_path / "run")  # a launcher that was killed leaves its weights
+    shutil.rmtree(run_dir.weights(load_resolved(run_dir.config)), ignore_errors=True)
 
 
 def test_two_ranks_and_two_generators_train_together(config: Path, tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ import pytest
 from local_runs import REPOSITORY, Finished, run_local
 from transformers import AutoModelForCausalLM
 
+from asyncrl.config.load import load_resolved
+from asyncrl.run_dir import RunDir
+
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
@@ -48,7 +51,8 @@ def test_final_policy_is_a_plain_hugging_face_directory(trained: Finished) -> No
 
 
 def test_nothing_is_left_in_shared_memory(trained: Finished) -> None:
-    assert not list(Path("/dev/shm").glob(f"asyncrl-{trained.run_dir.name}-*"))
+    run_dir = RunDir(trained.run_dir)
+    assert not run_dir.weights(load_resolved(run_dir.config)).exists()
 
 
 @pytest.mark.slow
