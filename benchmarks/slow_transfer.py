@@ -14,7 +14,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from runs import Run, launch, save_result
+from launched_run import Run, launch, save_result
 from sync_vs_async import run_overrides
 
 SLOWDOWN = 10

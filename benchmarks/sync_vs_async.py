@@ -11,7 +11,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from runs import Run, launch, save_result
+from launched_run import Run, launch, save_result
 
 BOUNDS = (0, 2)
 
