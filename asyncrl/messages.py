@@ -8,14 +8,16 @@ The one exception is Started, which is not answered. Any request may be answered
 |-----------|---------------|---------------------------|
 | any       | Hello         | Welcome                   |
 | any       | StatusRequest | Status                    |
+| any       | Heartbeat     | Beat                      |
+| any       | Leave         | Ok                        |
 | generator | LeaseRequest  | Leases                    |
 | generator | Started       | (none)                    |
 | generator | Submit, Failed| Verdict                   |
-| generator | Heartbeat     | Beat                      |
 | generator | WatchWeights  | Weights                   |
 | learner   | Register      | Registered                |
 | learner   | Fetch         | Batch, Waiting or End     |
-| learner   | Commit, Published, Checkpointed | Ok      |
+| learner   | Commit        | Committed                 |
+| learner   | Published, Checkpointed | Ok              |
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from asyncrl.types import GroupId, WeightId
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised by any change to a message. Peers of another protocol are refused at Hello."""
 
 Kind = Literal["train", "eval"]
 Role = Literal["generator", "learner", "monitor"]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Settings = dict[str, str]
 Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
 
 
@@ -56,26 +59,39 @@ class Hello(Message):
     protocol: int = PROTOCOL
     host: str
     pid: int
+    settings: Settings = {}
+    """What must be the same on both sides (asyncrl/handshake.py). Empty for monitors."""
 
     @classmethod
-    def here(cls, role: Role, *, name: str, run_id: str | None) -> Hello:
+    def here(
+        cls, role: Role, *, name: str, run_id: str | None, settings: Settings | None = None
+    ) -> Hello:
         """The hello of this process, in this life of it."""
         member = f"{name}-{secrets.token_hex(2)}"
         host, pid = socket.gethostname(), os.getpid()
-        return cls(role=role, member=member, run_id=run_id, host=host, pid=pid)
+        return cls(
+            role=role, member=member, run_id=run_id, host=host, pid=pid, settings=settings or {}
+        )
 
 
 class Welcome(Message):
+    """The member has joined. It checks `settings` against its own, as the buffer did."""
+
     type: Literal["welcome"] = "welcome"
     run_id: str
+    run_name: str
+    """Name of the run directory, under each program's own output_dir."""
     heartbeat_s: float
+    settings: Settings
 
 
 class Refused(Message):
     """The request is not carried out. `code` is for programs, `reason` for people."""
 
     type: Literal["refused"] = "refused"
-    code: Literal["hello_first", "wrong_run", "protocol", "fenced", "invalid", "stopping"]
+    code: Literal[
+        "hello_first", "wrong_run", "protocol", "mismatch", "fenced", "invalid", "stopping"
+    ]
     reason: str
 
 
@@ -171,14 +187,19 @@ class Heartbeat(Message):
 
     type: Literal["heartbeat"] = "heartbeat"
     state: str
-    """A word or two: starting, generating, staging, swapping, waiting for leases."""
+    """What it does now, in words: "generating", "waiting for leases", "train step 7: backward"."""
+    state_s: float = 0.0
+    """Seconds in this state."""
+    seconds: dict[str, float] = {}
+    """Seconds in each phase since the process started (clock.PhaseClock); they add up."""
     serving: Pair
-    held: list[list[int]]
+    """Generator: weights that it serves. Learner: [inc, version] where it stands."""
+    held: list[list[int]] = []
     """[epoch, position, attempt] of each train lease in hand."""
-    num_running: Count
-    num_tokens: Count
-    """Tokens generated since the process started."""
-    paused_s: float
+    num_running: Count = 0
+    num_tokens: Count = 0
+    """Generator: tokens sampled since the process started. Learner: tokens trained."""
+    paused_s: float = 0.0
     """Seconds the engine stood still for swaps since the process started."""
 
 
@@ -189,6 +210,13 @@ class Beat(Message):
     inc: Count
     version: Count
     done: bool
+
+
+class Leave(Message):
+    """The member ends now; its leases pass on at once."""
+
+    type: Literal["leave"] = "leave"
+    reason: str
 
 
 class WatchWeights(Message):
@@ -269,6 +297,8 @@ class End(Message):
     reason: str
     failed: bool = False
     """True: the run cannot go on (say, no prompt gives a usable group); exit code 1."""
+    stopped: bool = False
+    """True: somebody asked for it; the run can be resumed, and has no final export."""
     records: list[Record]
 
 
@@ -279,6 +309,14 @@ class Commit(Message):
     inc: Count
     version: Annotated[int, Field(ge=1)]
     metrics: dict[str, float]
+
+
+class Committed(Message):
+    """Answer to Commit."""
+
+    type: Literal["committed"] = "committed"
+    stop: bool
+    """True: the run is being stopped. Train no further batch, fetch the End instead."""
 
 
 class Published(Message):
@@ -324,6 +362,7 @@ AnyMessage = Annotated[
     | Verdict
     | Heartbeat
     | Beat
+    | Leave
     | WatchWeights
     | Weights
     | Register
@@ -333,6 +372,7 @@ AnyMessage = Annotated[
     | Waiting
     | End
     | Commit
+    | Committed
     | Published
     | Checkpointed
     | StatusRequest

@@ -18,6 +18,7 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.config.load import load_resolved
 from asyncrl.disk import write_whole
+from asyncrl.handshake import buffer_settings
 from asyncrl.journal import Journal
 from asyncrl.run_dir import RunDir
 from asyncrl.tasks.rows import load_rows
@@ -70,7 +71,13 @@ def _listen(run: Run, address: str, run_dir: RunDir) -> BufferServer:
     before = run_dir.buffer_address
     if before.exists():
         address = before.read_text().strip()
-    return BufferServer(run, address, run_id=run_dir.make_run_id())
+    return BufferServer(
+        run,
+        address,
+        run_id=run_dir.make_run_id(),
+        run_name=run_dir.path.name,
+        settings=buffer_settings(run.config),
+    )
 
 
 def _stop_on_signals(server: BufferServer) -> list[int]:

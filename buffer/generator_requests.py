@@ -7,9 +7,7 @@ import time
 from collections.abc import Mapping
 
 from asyncrl.messages import (
-    Beat,
     Failed,
-    Heartbeat,
     LeaseRequest,
     Leases,
     Message,
@@ -40,7 +38,6 @@ class GeneratorRequests:
             Started: self._started,
             Submit: self._submit,
             Failed: self._failed,
-            Heartbeat: self._heartbeat,
             WatchWeights: self._watch_weights,
         }
 
@@ -87,16 +84,6 @@ class GeneratorRequests:
         verdict = self._run.generation.failed(member, message, now=time.monotonic())
         await self._changes.save()
         return verdict
-
-    async def _heartbeat(self, member: Member, packet: Packet, beat: Heartbeat) -> Message:
-        before = member.serving
-        self._run.heartbeat(member, beat, now=time.monotonic())
-        if self._run.is_changed or member.serving != before:
-            await self._changes.save()
-        done = self._run.end is not None
-        member.heard_end = member.heard_end or done
-        newest = self._run.training.newest
-        return Beat(inc=newest.inc, version=newest.version, done=done)
 
     async def _watch_weights(self, member: Member, packet: Packet, watch: WatchWeights) -> Message:
         def look(now: float) -> Weights | None:

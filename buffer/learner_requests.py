@@ -12,6 +12,7 @@ from asyncrl.messages import (
     Batch,
     Checkpointed,
     Commit,
+    Committed,
     End,
     Fetch,
     Message,
@@ -115,7 +116,7 @@ class LearnerRequests:
     async def _commit(self, member: Member, packet: Packet, message: Commit) -> Message:
         refused = self._run.commit(message, now=time.monotonic())
         await self._changes.save()
-        return refused or Ok()
+        return refused or Committed(stop=False)
 
     async def _published(self, member: Member, packet: Packet, message: Published) -> Message:
         refused = self._run.training.published(message)

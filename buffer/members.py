@@ -85,6 +85,10 @@ class Members:
         member.num_tokens = beat.num_tokens
         member.counted.append((now, beat.num_tokens))
 
+    def leave(self, member: Member) -> None:
+        """It said that it ends: it is not waited for, and not missed."""
+        member.alive, member.state, member.heard_end = False, "left", True
+
     def newly_dead(self, *, now: float) -> list[Member]:
         """Generators that have been silent for too long since the last call."""
         dead = [

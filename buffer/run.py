@@ -115,6 +115,13 @@ class Run:
         held = [(GroupId(*lease[:2]), lease[2]) for lease in beat.held if len(lease) == 3]
         self.ledger.reconcile(member.name, held, now=now)
 
+    def leave(self, member: Member, reason: str) -> None:
+        """A member ends: its leases pass on at once."""
+        self.members.leave(member)
+        passed_on = self.ledger.release_member(member.name, reason=f"{member.name} has left")
+        self.evaluations.release_member(member.name)
+        log.info("%s has left (%s): %d of its leases pass on", member.name, reason, passed_on)
+
     def register(self, message: Register, member: Member) -> Refused | None:
         """A learner takes over. One that has to catch up after the end is waited for again."""
         refused = self.training.register(message, member=member.name)

@@ -12,11 +12,13 @@ import time
 from collections.abc import Mapping
 
 from asyncrl import transport
+from asyncrl.handshake import mismatches, refusal
 from asyncrl.messages import (
     PROTOCOL,
     Hello,
     Message,
     Refused,
+    Settings,
     Status,
     StatusRequest,
     Welcome,
@@ -25,6 +27,7 @@ from asyncrl.wire import Packet
 from buffer.changes import Changes, Handler, wait_for
 from buffer.generator_requests import GeneratorRequests
 from buffer.learner_requests import LearnerRequests
+from buffer.member_requests import MemberRequests
 from buffer.run import Run
 
 log = logging.getLogger(__name__)
@@ -43,11 +46,23 @@ class BufferServer:
     """Serves one run until it ends."""
 
     def __init__(
-        self, run: Run, address: str, *, run_id: str, max_wait_s: float = transport.MAX_WAIT_S
+        self,
+        run: Run,
+        address: str,
+        *,
+        run_id: str,
+        run_name: str,
+        settings: Settings,
+        max_wait_s: float = transport.MAX_WAIT_S,
     ) -> None:
-        """Raises ValueError when the address cannot be bound."""
+        """`settings` are what members must agree with (asyncrl.handshake.buffer_settings).
+
+        Raises ValueError when the address cannot be bound.
+        """
         self._run = run
         self._run_id = run_id
+        self._run_name = run_name
+        self._settings = settings
         self._changes = Changes(run, max_wait_s=max_wait_s)
         self._stopped = asyncio.Event()
         self._fatal: Exception | None = None
@@ -59,6 +74,9 @@ class BufferServer:
             "learner": LearnerRequests(run, self._changes).handlers,
             "monitor": {},
         }
+        self._of_any_member: Mapping[type[Message], Handler] = MemberRequests(
+            run, self._changes
+        ).handlers
 
     async def serve(self) -> int:
         """Serves until everybody knows that the run has ended, or until `stop`.
@@ -127,7 +145,9 @@ class BufferServer:
         if isinstance(message, StatusRequest):
             refused = {"num_refused": self._transport.num_refused}
             return Status(values=self._run.status(now=now) | refused)
-        handler = self._handlers[member.role].get(type(message))
+        handler = self._of_any_member.get(type(message)) or self._handlers[member.role].get(
+            type(message)
+        )
         if handler is None:
             return Refused(
                 code="invalid",
@@ -147,6 +167,8 @@ class BufferServer:
         if hello.run_id not in (None, self._run_id):
             reason = f"{hello.member} is of run {hello.run_id}, this buffer serves {self._run_id}"
             return Refused(code="wrong_run", reason=f"{reason}: is network.buffer right?")
+        if lines := mismatches(hello.settings, self._settings):
+            return Refused(code="mismatch", reason=refusal(hello.member, lines))
         known = self._run.members.by_name.get(hello.member)
         if known is not None and known.role != hello.role:
             reason = f"{hello.member} is a {known.role} of this run, not a {hello.role}"
@@ -154,4 +176,9 @@ class BufferServer:
         if hello.member not in self._run.members.by_name and hello.role != "monitor":
             log.info("%s (pid %d on %s) has joined", hello.member, hello.pid, hello.host)
         self._run.members.hello(peer, hello, now=now)
-        return Welcome(run_id=self._run_id, heartbeat_s=self._run.members.heartbeat_s)
+        return Welcome(
+            run_id=self._run_id,
+            run_name=self._run_name,
+            heartbeat_s=self._run.members.heartbeat_s,
+            settings=self._settings,
+        )

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from asyncrl.config.load import load_resolved
 from asyncrl.config.schema import Config
+from asyncrl.heartbeat import HeartbeatThread
 from asyncrl.messages import Hello
 from asyncrl.run_dir import RunDir
 from asyncrl.transport import Client, RefusedError, Unreachable
 from generators.engine import Engine
-from generators.heartbeat import HeartbeatThread
 from generators.rewards import RewardWorkers, UserError
 from generators.scripted_engine import ScriptedEngine
 from generators.tokens import Tokens, vocabulary_size

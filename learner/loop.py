@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.messages import Batch, End
 from asyncrl.run_dir import RunDir
@@ -30,7 +31,6 @@ from learner.checkpoint import (
     save_checkpoint,
     training_digest,
 )
-from learner.clock import PhaseClock
 from learner.export import export_policy
 from learner.optimizer import Optimizer
 from learner.policy import DTYPES, load_policy

@@ -6,11 +6,11 @@ import statistics
 
 import torch
 
+from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.types import RolloutGroup
 from learner.advantages import compute_advantages
 from learner.batch import MicroBatch, StepBatch, make_batch
-from learner.clock import PhaseClock
 from learner.losses import token_losses, token_metrics
 from learner.optimizer import Optimizer
 from learner.policy import Policy
@@ -25,7 +25,7 @@ def train_step(
     clock: PhaseClock | None = None,
 ) -> dict[str, float]:
     """Trains one batch; every rank calls it with the same groups and gets the same metrics."""
-    clock = clock or PhaseClock()
+    clock = clock or PhaseClock("other")
     clock.enter("prepare")
     rewards = [group.rewards for group in groups]
     advantages = compute_advantages(rewards, std=config.learner.advantage.std)

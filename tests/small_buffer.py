@@ -62,7 +62,7 @@ class SmallBuffer:
             return None
         match message:
             case Hello():
-                return Welcome(run_id="test", heartbeat_s=0.1)
+                return Welcome(run_id="test", run_name="run", heartbeat_s=0.1, settings={})
             case LeaseRequest():
                 self.requests.append(message)
                 return await self._lease(message)

@@ -85,7 +85,14 @@ async def serving(
 
 @asynccontextmanager
 async def serving_run(run: Run, *, max_wait_s: float) -> AsyncIterator[Serving]:
-    server = BufferServer(run, "tcp://127.0.0.1:0", run_id="run-1", max_wait_s=max_wait_s)
+    server = BufferServer(
+        run,
+        "tcp://127.0.0.1:0",
+        run_id="run-1",
+        run_name="run",
+        settings={},
+        max_wait_s=max_wait_s,
+    )
     task = asyncio.create_task(server.serve())
     here = Serving(run, server, task, [])
     try:

@@ -18,6 +18,7 @@ from asyncrl.messages import (
     Batch,
     Checkpointed,
     Commit,
+    Committed,
     End,
     Fetch,
     Hello,
@@ -79,7 +80,7 @@ class ScriptedBuffer:
         message: Any = packet.message
         match message:
             case Hello():
-                return Welcome(run_id="run", heartbeat_s=1)
+                return Welcome(run_id="run", run_name="run", heartbeat_s=1, settings={})
             case Register():
                 self.heard.append(f"register {message.checkpoint_version}")
                 return Registered(inc=self.inc, committed=self.committed)
@@ -89,6 +90,7 @@ class ScriptedBuffer:
                 return Refused(code="fenced", reason="learner 3 has registered")
             case Commit():
                 self.heard.append(f"commit {message.version}")
+                return Committed(stop=False)
             case Published():
                 self.heard.append(f"published {message.inc}.{message.version}")
             case Checkpointed():

@@ -40,7 +40,7 @@ async def answer(peer: bytes, packet: Packet) -> Any:
     """Greets, waits 0.3 s for a Fetch, and sends the frames of a Submit back."""
     match packet.message:
         case Hello():
-            return Welcome(run_id="r", heartbeat_s=1.0)
+            return Welcome(run_id="r", run_name="run", heartbeat_s=1.0, settings={})
         case Fetch(step=step):
             await asyncio.sleep(0.3)
             return Waiting(step=step, reason="nothing yet", records=[])
@@ -140,7 +140,7 @@ def test_a_server_that_has_forgotten_the_client_is_greeted_again() -> None:
     async def strict(peer: bytes, packet: Packet) -> Any:
         if isinstance(packet.message, Hello):
             greeted.add(peer)
-            return Welcome(run_id="r", heartbeat_s=1.0)
+            return Welcome(run_id="r", run_name="run", heartbeat_s=1.0, settings={})
         if peer not in greeted:
             return Refused(code="hello_first", reason="say hello first")
         return Ok()

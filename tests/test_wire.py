@@ -27,7 +27,7 @@ from asyncrl.wire import (
 
 EXAMPLES: list[m.Message] = [
     m.Hello(role="generator", member="generator-0-8f3a", run_id=None, host="h", pid=1),
-    m.Welcome(run_id="r", heartbeat_s=5.0),
+    m.Welcome(run_id="r", run_name="run", heartbeat_s=5.0, settings={}),
     m.Refused(code="fenced", reason="a later learner is registered"),
     m.Ok(),
     m.LeaseRequest(slots=3, serving=[1, 12]),
@@ -61,6 +61,8 @@ EXAMPLES: list[m.Message] = [
     m.Waiting(step=2, reason="need 16 groups, have 12, 4 in flight", records=[]),
     m.End(reason="max_steps reached", records=[]),
     m.Commit(inc=1, version=3, metrics={"loss": 0.5}),
+    m.Committed(stop=False),
+    m.Leave(reason="SIGTERM"),
     m.Published(inc=1, version=3, location="/dev/shm/x/3", digest="d"),
     m.Checkpointed(inc=1, versions=[2, 4]),
     m.StatusRequest(),

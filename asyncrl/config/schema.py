@@ -288,9 +288,10 @@ class Checkpoint(Section):
     """Newest checkpoints that stay."""
     export_hf: bool = True
     """Write the final policy as a Hugging Face directory."""
-    resume: Literal["never", "auto"] = "never"
+    resume: Annotated[str, Field(min_length=1)] = "never"
     """never: a run directory that is not empty is an error. auto: go on from its newest
-    checkpoint, or start."""
+    checkpoint, or start. The path of a checkpoint: one of this run's own goes back to it and
+    replays what came after; one of another run is version 0 of a new run, with optimizer state."""
 
 
 class Logging(Section):
@@ -311,6 +312,16 @@ class Network(Section):
     port. Loopback only: traffic is neither authenticated nor encrypted yet."""
     heartbeat_s: PositiveFloat = 5.0
     """Seconds between signs of life; after three missed ones a generator's leases pass on."""
+    wait_for_buffer_s: PositiveFloat = 12.0
+    """Seconds that a starting learner or generator waits for the buffer. Short, so that a wrong
+    address is told soon; raise it where jobs start minutes apart."""
+    buffer_timeout_s: PositiveFloat = 120.0
+    """Seconds that a working learner or generator waits for a buffer that has gone, for example
+    until it is started again. Then it ends with exit code 1."""
+    stall_timeout_s: PositiveFloat = 3600.0
+    """The run fails when nothing has got on for this long: no group came in and no step was
+    trained. The error names what is missing. Longer than buffer.lease_timeout_s, so that a lease
+    of a stuck generator has passed on before."""
 
     @field_validator("buffer")
     @classmethod
@@ -334,6 +345,10 @@ class Local(Section):
     cpu_threads: PositiveInt | Literal["auto"] = "auto"
     """Threads of each learner rank and each engine on CPUs. auto: the cores shared out evenly, as
     more threads than cores slow both sides down."""
+    max_restarts: NonNegativeInt = 3
+    """Processes, all together, that are started again after they were killed, or after a generator
+    at work has failed. One that fails at its start, and a learner or buffer that fails by itself,
+    end the run at once: they would fail again."""
 
 
 class Config(Section):
@@ -423,6 +438,12 @@ class Config(Section):
             yield (
                 "checkpoint.resume: auto needs run_name, the name of the run to go on with: "
                 "without one every start makes a run directory of its own"
+            )
+        if self.network.stall_timeout_s <= self.buffer.lease_timeout_s:
+            yield (
+                f"network.stall_timeout_s: {self.network.stall_timeout_s:g} is not more than "
+                f"buffer.lease_timeout_s = {self.buffer.lease_timeout_s:g}: one slow group would "
+                "end the run before it can pass to another generator"
             )
         if self.weights.publish_every > self.max_staleness + 1:
             yield (

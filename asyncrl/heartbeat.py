@@ -1,4 +1,4 @@
-"""Signs of life, from a thread of their own: a busy or loading generator is not a dead one."""
+"""Signs of life, from a thread of their own: a busy or loading process is not a dead one."""
 
 from __future__ import annotations
 

