@@ -170,6 +170,8 @@ class Failed(Message):
     reason: str
     content: bool
     """True: the prompt or its answers caused it, another generator would fail too."""
+    hopeless: bool = False
+    """True: no further attempt can help (the prompt is too long). Its fate is dropped."""
 
 
 class Verdict(Message):
