@@ -9,11 +9,7 @@ SIGKILL of the process; it does not survive loss of power.
       journal.sqlite      journal.lock (held by the one process that writes)
       segments/000001     payloads one after the other; the rows know offset and length
 
-    meta(key, value)      schema, run_id, and what the buffer keeps by name (committed, inc, ...)
-    groups(number, ...)   one row for each admitted prompt group: GroupRow, number = admission order
-    steps(step, ...)      one row for each assigned batch: StepRow; its groups are those of the step
-    weights(inc, ...)     every publication: WeightsRow
-    evals(version, ...)   every finished evaluation: EvalRow
+    (the tables: asyncrl/journal_tables.py)
 
 A payload is appended before the row that refers to it, so a row never points at missing bytes.
 After a restart writing goes on in a new segment. A segment is deleted whole, when none of its
@@ -28,119 +24,30 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
+from urllib.parse import quote
+
+from asyncrl.journal_tables import (
+    SCHEMA,
+    TABLES,
+    Change,
+    EvalRow,
+    GroupRow,
+    PayloadRef,
+    StepRow,
+    Stored,
+    WeightsRow,
+)
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 2
-"""Raised by any change to a table. A journal of another schema is refused."""
 SEGMENT_BYTES = 64 << 20
 """A segment is closed when it would grow over this."""
-
-_TABLES = """
-CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS groups(
-  number INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, position INTEGER NOT NULL,
-  state TEXT NOT NULL, attempt INTEGER NOT NULL, strikes INTEGER NOT NULL,
-  seed_k INTEGER NOT NULL, member TEXT NOT NULL, version INTEGER, started INTEGER NOT NULL,
-  step INTEGER,
-  accepted_attempt INTEGER, segment INTEGER, offset INTEGER, length INTEGER,
-  token_versions TEXT NOT NULL, reason TEXT NOT NULL, UNIQUE(epoch, position));
-CREATE INDEX IF NOT EXISTS groups_by_step ON groups(step);
-CREATE INDEX IF NOT EXISTS groups_by_segment ON groups(segment);
-CREATE TABLE IF NOT EXISTS steps(
-  step INTEGER PRIMARY KEY, num_groups INTEGER NOT NULL, max_staleness INTEGER NOT NULL,
-  waited_for TEXT NOT NULL, record TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS weights(
-  inc INTEGER, version INTEGER, location TEXT NOT NULL, digest TEXT NOT NULL,
-  PRIMARY KEY(inc, version));
-CREATE TABLE IF NOT EXISTS evals(version INTEGER PRIMARY KEY, record TEXT NOT NULL);
-"""
-
-
-class PayloadRef(NamedTuple):
-    """Where a payload lies."""
-
-    segment: int
-    offset: int
-    length: int
-
-
-class GroupRow(NamedTuple):
-    """What is kept of one prompt group (buffer/ledger.py gives the fields their meaning)."""
-
-    number: int
-    epoch: int
-    position: int
-    state: str
-    attempt: int
-    strikes: int
-    seed_k: int
-    member: str
-    version: int | None
-    started: int
-    """1: generation has begun, 0: leased only, or not even that."""
-    step: int | None
-    accepted_attempt: int | None
-    segment: int | None
-    offset: int | None
-    length: int | None
-    token_versions: str
-    """JSON: trained tokens by version."""
-    reason: str
-
-
-class StepRow(NamedTuple):
-    """One assigned batch, immutable once written."""
-
-    step: int
-    num_groups: int
-    max_staleness: int
-    waited_for: str
-    record: str
-    """JSON: the metrics record of the step."""
-
-
-class WeightsRow(NamedTuple):
-    """One publication."""
-
-    inc: int
-    version: int
-    location: str
-    digest: str
-
-
-class EvalRow(NamedTuple):
-    """One finished evaluation; `record` is JSON."""
-
-    version: int
-    record: str
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Rows that are written in one transaction; a row replaces the one with the same key."""
-
-    groups: tuple[GroupRow, ...] = ()
-    steps: tuple[StepRow, ...] = ()
-    weights: tuple[WeightsRow, ...] = ()
-    evals: tuple[EvalRow, ...] = ()
-    meta: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Everything that a journal held when it was opened."""
-
-    groups: tuple[GroupRow, ...]
-    steps: tuple[StepRow, ...]
-    weights: tuple[WeightsRow, ...]
-    evals: tuple[EvalRow, ...]
-    meta: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,14 +135,21 @@ class Journal:
     def _prepare(self, directory: Path) -> None:
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute("PRAGMA synchronous=NORMAL")
-        self._database.executescript(_TABLES)
-        self._database.execute("INSERT OR IGNORE INTO meta VALUES('schema', ?)", (str(SCHEMA),))
-        (found,) = self._database.execute("SELECT value FROM meta WHERE key='schema'").fetchone()
+        found = self._found_schema()
         if found != str(SCHEMA):
             raise ValueError(
                 f"{directory / 'journal.sqlite'} has schema {found}, this program reads {SCHEMA}: "
                 "go on with the version of asyncrl that began the run, or start a new run"
             )
+        self._database.executescript(TABLES)
+        self._database.execute("INSERT OR IGNORE INTO meta VALUES('schema', ?)", (str(SCHEMA),))
+
+    def _found_schema(self) -> str:
+        """That of the tables that are there; SCHEMA where there are none yet."""
+        if not self._database.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
+            return str(SCHEMA)
+        row = self._database.execute("SELECT value FROM meta WHERE key='schema'").fetchone()
+        return str(row[0]) if row else str(SCHEMA)
 
     def _load(self) -> Stored:
         def rows(table: str, key: str) -> list[tuple[object, ...]]:
@@ -300,6 +214,7 @@ class Journal:
             ("steps", change.steps),
             ("weights", change.weights),
             ("evals", change.evals),
+            ("beats", change.beats),
             ("meta", tuple(change.meta.items())),
         )
         for table, rows in tables:
@@ -332,23 +247,27 @@ class Journal:
         return self._segments / f"{segment:06d}"
 
 
-def fates(directory: Path) -> dict[str, int]:
-    """Groups of a run directory by state. Adds up to what the data holds once the run has ended.
+def open_read_only(directory: Path) -> sqlite3.Connection:
+    """The journal of a run directory for reading, also while the run goes on. Close it.
 
-    Readable while the run goes on. Raises ValueError where there is no journal.
+    Raises ValueError where there is none.
     """
     path = directory / "journal.sqlite"
     if not path.is_file():
         raise ValueError(f"there is no journal at {path}")
-    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    try:
+    return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
+
+
+def fates(directory: Path) -> dict[str, int]:
+    """Groups of a run directory by state, and `not_issued`: they add up to what the data holds.
+
+    Readable while the run goes on. Raises ValueError where there is no journal.
+    """
+    with closing(open_read_only(directory)) as database:
         counts = dict(database.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
         rest = database.execute("SELECT value FROM meta WHERE key='not_issued'").fetchone()
-    finally:
-        database.close()
-    if rest is not None and int(rest[0]):
-        counts["not_issued"] = int(rest[0])
-    return counts
+    not_issued = int(rest[0]) if rest else 0
+    return counts | ({"not_issued": not_issued} if not_issued else {})
 
 
 def _lock(directory: Path) -> IO[bytes]:

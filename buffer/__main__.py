@@ -1,7 +1,10 @@
 """`python -P -m buffer CONFIG`: the buffer of one run, started first and ended last.
 
-Exit codes: 0 the run ended well, 1 it failed, 2 a mistake that the user can mend, 143 stopped by
-SIGTERM or SIGINT (the run goes on when the buffer is started again).
+SIGINT once: the run is drained, the learner ends its step and everybody leaves (130). SIGTERM, or
+SIGINT again: the buffer alone ends, at once (143); members wait for it to be started again.
+
+Exit codes: 0 the run ended well, 1 it failed, 2 a mistake that the user can mend, 130 and 143 as
+above (the run can go on).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from buffer.run import Run
 from buffer.server import BufferServer
 
 TERMINATED = 143
-"""Exit code after SIGTERM or SIGINT (128 + 15)."""
+"""Exit code after SIGTERM, or a second SIGINT (128 + 15)."""
 
 
 def main() -> int:
@@ -49,13 +52,13 @@ async def _serve(config: Config, run_dir: RunDir) -> int:
     try:
         run = Run(config, train=rows.train, val=rows.val, journal=journal, now=time.monotonic())
         server = _listen(run, config.network.buffer, run_dir)
-        stopped = _stop_on_signals(server)
+        stopped = _obey_signals(server)
         write_whole(run_dir.buffer_address, server.address)
         logging.info("listening on %s", server.address)
         code = await _serve_to_end(server)
     finally:
         journal.close()
-    return TERMINATED if stopped else code
+    return TERMINATED if stopped.is_set() else code
 
 
 async def _serve_to_end(server: BufferServer) -> int:
@@ -80,16 +83,22 @@ def _listen(run: Run, address: str, run_dir: RunDir) -> BufferServer:
     )
 
 
-def _stop_on_signals(server: BufferServer) -> list[int]:
-    """Returns a list that holds the signal once one has come."""
-    stopped: list[int] = []
+def _obey_signals(server: BufferServer) -> asyncio.Event:
+    """Returns what is set once the buffer is to end at once."""
+    loop, stopped, draining = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
-    def stop(number: int) -> None:
-        stopped.append(number)
+    def stop() -> None:
+        stopped.set()
         server.stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    def drain() -> None:
+        if draining.is_set():
+            stop()
+        draining.set()
+        server.drain("SIGINT")
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    loop.add_signal_handler(signal.SIGINT, drain)
     return stopped
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.messages import Submit
-from asyncrl.types import MIN_REWARD_SPREAD, RolloutGroup
+from asyncrl.types import MIN_REWARD_SPREAD, Rollout, RolloutGroup, WeightId
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,16 @@ def summarize(group: RolloutGroup) -> Arrival:
 
 
 def fault(
-    group: RolloutGroup, submit: Submit, *, max_rollouts: int, max_length: int, newest: int
+    group: RolloutGroup,
+    submit: Submit,
+    *,
+    max_rollouts: int,
+    max_length: int,
+    temperature: float,
+    newest: WeightId,
 ) -> str | None:
-    """Why this group must not be accepted, or None. `newest` is the newest published version."""
+    """Why this group must not be accepted, or None. `newest` has the current life of the learner
+    and the newest published version."""
     if [*group.id] != submit.group or group.attempt != submit.attempt:
         return (
             f"the frame holds group {group.id} attempt {group.attempt}, the message says "
@@ -68,18 +75,31 @@ def fault(
         )
     if not 1 <= len(group.rollouts) <= max_rollouts:
         return f"{len(group.rollouts)} rollouts in a group of {max_rollouts}"
-    if not len(group.prompt_ids):
-        return "the prompt has no tokens"
+    if not len(group.prompt_ids) or group.prompt_ids.min() < 0:
+        return "the prompt has no tokens, or one that is negative"
+    if group.temperature != temperature:
+        return f"it was sampled at temperature {group.temperature:g}, leased at {temperature:g}"
+    if group.inc > newest.inc:
+        return f"it has weights of learner number {group.inc}, the current one is {newest.inc}"
     for index, rollout in enumerate(group.rollouts):
-        if len(rollout.token_ids) > max_length:
-            return f"rollout {index} has {len(rollout.token_ids)} tokens, {max_length} are allowed"
-        written = rollout.loss_mask
-        if not np.isfinite(rollout.logprobs[written]).all():
-            return f"rollout {index} has a log-probability that is not finite"
-        versions = rollout.versions[written]
-        if len(versions) and not 0 <= versions.min() <= versions.max() <= newest:
-            return (
-                f"rollout {index} has tokens of versions {versions.min()} to {versions.max()}, "
-                f"the newest published one is {newest}"
-            )
+        problem = _rollout_fault(rollout, max_length=max_length, newest=newest.version)
+        if problem is not None:
+            return f"rollout {index} has {problem}"
+    return None
+
+
+def _rollout_fault(rollout: Rollout, *, max_length: int, newest: int) -> str | None:
+    ids, written = rollout.token_ids, rollout.loss_mask
+    if len(ids) > max_length:
+        return f"{len(ids)} tokens, {max_length} are allowed"
+    if len(ids) and ids.min() < 0:
+        return f"a token id of {ids.min()}"
+    if not np.isfinite(rollout.logprobs[written]).all():
+        return "a log-probability that is not finite"
+    versions = rollout.versions[written]
+    if len(versions) and not 0 <= versions.min() <= versions.max() <= newest:
+        return (
+            f"tokens of versions {versions.min()} to {versions.max()}, the newest published one "
+            f"is {newest}"
+        )
     return None

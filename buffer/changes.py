@@ -28,8 +28,9 @@ class Changes:
 
     async def save(self) -> None:
         """Follows up a change, wakes what waits for it, and waits until it is on disk."""
-        self._run.advance(now=time.monotonic())
-        saved = self._run.save()
+        now = time.monotonic()
+        self._run.advance(now=now)
+        saved = self._run.save(now=now)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         await asyncio.wrap_future(saved)

@@ -54,6 +54,11 @@ class _Running:
     waiting: list[int] = field(default_factory=list)
     """Rows to be leased, the next one last."""
 
+    @property
+    def since(self) -> float:
+        """When its time began: with its first lease, or else when it became due."""
+        return self.due_at if self.first_lease_at is None else self.first_lease_at
+
 
 class Evaluations:
     """Which version is evaluated now, and what came out of the ones before."""
@@ -83,10 +88,15 @@ class Evaluations:
         self._next = version if self._next is None else max(self._next, version)
         self._begin(now)
 
+    def has_row(self, serving_version: int) -> bool:
+        """Whether `lease` has a row for a generator that serves `serving_version`."""
+        running = self._running
+        return running is not None and bool(running.waiting) and serving_version >= running.version
+
     def lease(self, member: str, *, serving_version: int, now: float) -> EvalLease | None:
         """A row for a generator that serves `serving_version`, if there is one for it."""
         running = self._running
-        if running is None or not running.waiting or serving_version < running.version:
+        if running is None or not self.has_row(serving_version):
             return None
         item = running.items[running.waiting.pop()]
         item.member = member
@@ -116,8 +126,11 @@ class Evaluations:
             self._running.waiting.remove(index)
         self._end_if_over(now)
 
-    def fail(self, version: int, index: int, attempt: int, *, now: float) -> Outcome:
-        """A generator gives a row back; it is leased again, MAX_FAILURES times at most."""
+    def fail(
+        self, version: int, index: int, attempt: int, *, now: float, hopeless: bool = False
+    ) -> Outcome:
+        """A generator gives a row back; it is leased again, MAX_FAILURES times at most, and never
+        when that is hopeless."""
         outcome = self.judge(version, index, attempt, None)
         running = self._running
         if outcome != "accepted" or running is None:
@@ -126,7 +139,7 @@ class Evaluations:
         if attempt < item.attempt or item.member is None:
             return "superseded"
         item.failures += 1
-        if item.failures >= MAX_FAILURES:
+        if hopeless or item.failures >= MAX_FAILURES:
             item.given_up, item.member = True, None
         else:
             self._reissue(item)
@@ -144,9 +157,24 @@ class Evaluations:
         running = self._running
         if running is None:
             return
-        since = running.due_at if running.first_lease_at is None else running.first_lease_at
-        if now - since > self._timeout_s:
+        if now - running.since > self._timeout_s:
             self._end(now)
+
+    def excuse(self, seconds: float) -> None:
+        """The buffer itself stood still for so long: that was no time to evaluate in."""
+        if (running := self._running) is not None:
+            running.due_at += seconds
+            if running.first_lease_at is not None:
+                running.first_lease_at += seconds
+
+    def running_s(self, *, now: float) -> float:
+        """For how long the running evaluation has been made, or has been due; 0 when none runs."""
+        return now - self._running.since if self._running is not None else 0.0
+
+    def holders(self) -> list[str]:
+        """Generators that have rows of the running evaluation."""
+        items = self._running.items if self._running is not None else []
+        return sorted({item.member for item in items if item.member is not None})
 
     def describe(self) -> str:
         """What the running evaluation waits for; empty when none runs."""
@@ -154,7 +182,7 @@ class Evaluations:
         if running is None:
             return ""
         done = sum(item.arrival is not None for item in running.items)
-        holders = sorted({item.member for item in running.items if item.member is not None})
+        holders = self.holders()
         where = f"in flight at {', '.join(holders)}" if holders else "none in flight"
         return f"evaluation of version {running.version}: {done} of {len(self.rows)} rows, {where}"
 
@@ -178,13 +206,12 @@ class Evaluations:
     def _end(self, now: float) -> None:
         assert self._running is not None
         running, self._running = self._running, None
-        since = running.due_at if running.first_lease_at is None else running.first_lease_at
         arrivals = [item.arrival for item in running.items if item.arrival is not None]
         values = _values(arrivals, len(running.items))
         values |= {
             "version": running.version,
             "temperature": self._temperature,
-            "duration_s": round(now - since, 3),
+            "duration_s": round(now - running.since, 3),
         }
         self.results.append(Record(name="eval", step=running.version, values=values))
         if self._next in self.versions_done:

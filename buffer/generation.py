@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from asyncrl.config import Config
 from asyncrl.journal import Journal
 from asyncrl.messages import Failed, Lease, LeaseRequest, Started, Submit, Verdict
-from asyncrl.types import GroupId
+from asyncrl.types import GroupId, RolloutGroup, WeightId
 from asyncrl.wire import WireError, decode_group
 from buffer.arrivals import Arrival, fault, summarize
+from buffer.deadlines import Deadlines, Late
 from buffer.evaluation import Evaluations
 from buffer.ledger import Judgement, Ledger
 from buffer.members import Member
 from buffer.prompts import Prompts, pack_row
-from buffer.reports import Tally
+from buffer.suspension import Suspension
+from buffer.tally import Tally
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +29,8 @@ is still below wire.MAX_HEADER_BYTES."""
 class Generation:
     """Leases and submissions of both kinds. Methods take the time of a monotonic clock.
 
-    `newest` is the newest published version: no token can be newer.
+    `newest` has the current life of the learner and the newest published version: nothing that a
+    generator sends can be newer.
     """
 
     def __init__(
@@ -35,6 +38,8 @@ class Generation:
         config: Config,
         *,
         ledger: Ledger,
+        deadlines: Deadlines,
+        suspension: Suspension,
         evaluations: Evaluations,
         prompts: Prompts,
         tally: Tally,
@@ -42,6 +47,8 @@ class Generation:
     ) -> None:
         self._config = config
         self._ledger = ledger
+        self._deadlines = deadlines
+        self._suspension = suspension
         self._evaluations = evaluations
         self._prompts = prompts
         self._tally = tally
@@ -56,6 +63,8 @@ class Generation:
         leases: list[Lease] = []
         num_bytes = 0
         serving = max(request.weights, member.serving).version
+        if not (self._is_any(serving) and self._suspension.may_lease(member, now=now)):
+            return []
         while len(leases) < request.slots and num_bytes < REPLY_BYTES:
             lease = self._eval_lease(member, serving, now) or self._train_lease(
                 member, serving, now
@@ -66,9 +75,9 @@ class Generation:
             num_bytes += len(pack_row(lease.row))
         return leases
 
-    def started(self, message: Started, *, newest: int, now: float) -> None:
+    def started(self, message: Started, *, newest: WeightId, now: float) -> None:
         id = GroupId(*message.group)
-        if message.kind == "train" and message.version <= newest:
+        if message.kind == "train" and message.version <= newest.version:
             self._ledger.started(id, message.attempt, message.version, now=now)
 
     def submit(
@@ -77,35 +86,53 @@ class Generation:
         message: Submit,
         frames: Sequence[bytes],
         *,
-        newest: int,
+        newest: WeightId,
         now: float,
     ) -> Verdict:
         """Takes a finished group, if it is valid, the first, and young enough."""
-        is_eval, config = message.kind == "eval", self._config
         try:
-            if len(frames) != 1:
-                raise WireError(f"{len(frames)} frames with one group")
-            group = decode_group(frames[0])
+            group = self._decode(message, frames, newest)
         except WireError as error:
             return self._invalid(member, message, str(error), now)
-        problem = fault(
-            group,
-            message,
-            max_rollouts=config.eval.samples if is_eval else config.group_size,
-            max_length=config.data.max_response_length,
-            newest=newest,
-        )
-        if problem is not None:
-            return self._invalid(member, message, problem, now)
-        if is_eval:
+        self._suspension.worked(member)
+        if message.kind == "eval":
             return self._submit_eval(message, summarize(group), now)
         return self._submit_train(member, message, summarize(group), frames[0], now)
 
     def failed(self, member: Member, message: Failed, *, now: float) -> Verdict:
         """A generator gives a lease back."""
-        return Verdict(
-            verdict=self._fail(member, message, message.reason, content=message.content, now=now)
+        return Verdict(verdict=self._fail(member, message, message.reason, now=now))
+
+    def expire(self, *, now: float) -> None:
+        """Passes on the leases that ran past their time, and ends a late evaluation."""
+        late = self._deadlines.expire(now=now)
+        self._suspension.ran_out(late)
+        for each in late:
+            self._tally.failed(f"group {each.group}: {each.member} ran past its time")
+        self._evaluations.expire(now=now)
+
+    def _is_any(self, serving: int) -> bool:
+        """Whether there is a lease for a generator that serves this version."""
+        needed = self._ledger.next_min_version()
+        return self._evaluations.has_row(serving) or (needed is not None and needed <= serving)
+
+    def _decode(self, message: Submit, frames: Sequence[bytes], newest: WeightId) -> RolloutGroup:
+        """The group in the one frame. Raises WireError for one that must not be accepted."""
+        if len(frames) != 1:
+            raise WireError(f"{len(frames)} frames with one group")
+        group = decode_group(frames[0])
+        config, is_eval = self._config, message.kind == "eval"
+        problem = fault(
+            group,
+            message,
+            max_rollouts=config.eval.samples if is_eval else config.group_size,
+            max_length=config.data.max_response_length,
+            temperature=config.eval.temperature if is_eval else config.sampling.temperature,
+            newest=newest,
         )
+        if problem is not None:
+            raise WireError(problem)
+        return group
 
     def _eval_lease(self, member: Member, serving: int, now: float) -> Lease | None:
         granted = self._evaluations.lease(member.name, serving_version=serving, now=now)
@@ -145,7 +172,7 @@ class Generation:
         id, attempt = GroupId(*message.group), message.attempt
         judgement = self._ledger.judge(id, attempt, arrival.oldest_version)
         if judgement == "stale":
-            self._fail(member, message, "its oldest token is too old", content=False, now=now)
+            self._fail(member, message, "its oldest token is too old", now=now)
         if judgement != "accepted":
             return Verdict(verdict=judgement)
         reason = arrival.useless_because if self._config.buffer.zero_variance == "refill" else None
@@ -155,6 +182,7 @@ class Generation:
             member=member.name,
             oldest_version=arrival.oldest_version,
             token_versions=arrival.token_versions,
+            reward=arrival.reward_mean,
             payload=self._journal.append(frame),
             filtered_because=reason,
         )
@@ -178,16 +206,33 @@ class Generation:
         return Verdict(verdict="invalid", reason=problem)
 
     def _fail(
-        self, member: Member, message: Submit | Failed, reason: str, *, content: bool, now: float
+        self,
+        member: Member,
+        message: Submit | Failed,
+        reason: str,
+        *,
+        content: bool = False,
+        now: float,
     ) -> Judgement:
         """Nobody but its holder can give a lease back."""
+        hopeless = isinstance(message, Failed) and message.hopeless
+        content = content or (isinstance(message, Failed) and message.content)
         if message.kind == "eval":
             version, index = message.group
-            return self._evaluations.fail(version, index, message.attempt, now=now)
+            return self._evaluations.fail(
+                version, index, message.attempt, now=now, hopeless=hopeless
+            )
         id = GroupId(*message.group)
-        if not self._ledger.is_held(id, message.attempt, by=member.name):
+        group = self._ledger.held(id, message.attempt, by=member.name)
+        if group is None:
             return "superseded"
-        judgement = self._ledger.fail(id, message.attempt, content=content, reason=reason, now=now)
-        if judgement == "accepted":
-            self._tally.failed(f"group {id}: {reason}")
-        return judgement
+        if hopeless:
+            self._ledger.drop(group, reason)
+            self._tally.dropped(f"group {id}: {reason}")
+            return "accepted"
+        is_late = self._deadlines.is_late(group, now=now)
+        if is_late:
+            self._suspension.ran_out([Late(member.name, id, message.attempt)])
+        self._ledger.fail(group, content=content, late=is_late, reason=reason)
+        self._tally.failed(f"group {id}: {reason}")
+        return "accepted"

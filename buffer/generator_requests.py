@@ -51,7 +51,7 @@ class GeneratorRequests:
 
         def look(now: float) -> Leases | None:
             id, answered = self._lease_replies[member.name]
-            if id != packet.id:
+            if id != packet.id or not member.alive:  # a reply would reach nobody
                 return Leases(leases=[])
             if answered is not None:
                 return answered

@@ -50,6 +50,12 @@ class Group:
     payload: PayloadRef | None = None
     token_versions: dict[int, int] = field(default_factory=dict)
     reason: str = ""
+    valid_attempt: int = 0
+    """Earlier attempts are void: a fork has put other weights in the place of theirs."""
+    reward: float | None = None
+    leased_at: float | None = None
+    """Wall-clock time, for the journal; so is finished_at."""
+    finished_at: float | None = None
     granted_at: float = 0.0
     started_at: float | None = None
     missing_since: float | None = None
@@ -74,6 +80,10 @@ class Group:
             length=length,
             token_versions=json.dumps(self.token_versions),
             reason=self.reason,
+            valid_attempt=self.valid_attempt,
+            reward=self.reward,
+            leased_at=self.leased_at,
+            finished_at=self.finished_at,
         )
 
     @classmethod
@@ -95,5 +105,9 @@ class Group:
             payload=payload,
             token_versions={int(v): n for v, n in json.loads(row.token_versions).items()},
             reason=row.reason,
+            valid_attempt=row.valid_attempt,
+            reward=row.reward,
+            leased_at=row.leased_at,
+            finished_at=row.finished_at,
             started_at=0.0 if row.started else None,
         )

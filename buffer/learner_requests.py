@@ -54,7 +54,7 @@ class LearnerRequests:
 
     async def _register(self, member: Member, packet: Packet, message: Register) -> Message:
         training = self._run.training
-        refused = self._run.register(message, member)
+        refused = self._run.register(message, member, now=time.monotonic())
         if refused is not None:
             return refused
         self._mail.new_reader(since_step=message.checkpoint_version)
@@ -87,7 +87,7 @@ class LearnerRequests:
         if isinstance(found, AssignedBatch):
             return await self._batch(found)
         if isinstance(found, End):
-            member.heard_end = True
+            member.heard_end, self._run.training.end_step = True, fetch.step
             return found.model_copy(update={"records": self._mail.take()})
         reason = self._note_waiting(fetch.step)
         return Waiting(step=fetch.step, reason=reason, records=self._mail.take())
@@ -116,7 +116,8 @@ class LearnerRequests:
     async def _commit(self, member: Member, packet: Packet, message: Commit) -> Message:
         refused = self._run.commit(message, now=time.monotonic())
         await self._changes.save()
-        return refused or Committed(stop=False)
+        end = self._run.end
+        return refused or Committed(stop=end is not None and end.stopped)
 
     async def _published(self, member: Member, packet: Packet, message: Published) -> Message:
         refused = self._run.training.published(message)

@@ -4,14 +4,14 @@
        ^          |        or FILTERED, QUARANTINED, DROPPED, CANCELLED (a fate, with a reason)
        +----------+  attempt + 1: its generator died, ran late or failed
 
-The ledger keeps the books, policy.py decides. Time is passed in (seconds of a monotonic clock).
-`take_rows` gives what changed, for the journal.
+The ledger keeps the books, policy.py decides, deadlines.py watches the clock of each lease. Time is
+passed in (seconds of a monotonic clock). `take_rows` gives what changed, for the journal.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from asyncrl.journal import GroupRow, PayloadRef
@@ -20,11 +20,7 @@ from buffer.groups import FATES, OUTSTANDING, Group, State
 from buffer.policy import StalenessPolicy
 
 Judgement = Literal["accepted", "duplicate", "superseded", "stale", "unknown"]
-
-LATE_SHARE = 0.99
-"""A lease given back after this share of its time is late: clocks of two machines differ a bit."""
-LOST_LEASE_S = 10.0
-"""A lease that its living generator does not report for this long never arrived there."""
+_OPEN = frozenset({State.WAITING, State.LEASED})
 
 
 class Ledger:
@@ -36,15 +32,14 @@ class Ledger:
         *,
         group_id: Callable[[int], GroupId],
         max_attempts: int,
-        lease_timeout_s: float,
     ) -> None:
-        """`group_id(number)` names the number-th prompt of the run."""
+        """`group_id(number)` names the number-th prompt of the run; after `max_attempts` strikes it
+        is quarantined."""
         self.policy = policy
         self.counts: Counter[State] = Counter()
         """Groups by state; they add up to what was admitted."""
         self._group_id = group_id
         self._max_attempts = max_attempts
-        self._lease_timeout_s = lease_timeout_s
         self._groups: dict[GroupId, Group] = {}
         self._by_number: dict[int, Group] = {}
         self._steps: dict[int, list[Group]] = {}
@@ -127,7 +122,9 @@ class Ledger:
         group = self._groups.get(id)
         if group is None or attempt > group.attempt:
             return "unknown"
-        if group.state not in (State.WAITING, State.LEASED):
+        if attempt < group.valid_attempt:
+            return "superseded"
+        if group.state not in _OPEN:
             return "duplicate" if group.accepted_attempt == attempt else "superseded"
         oldest = self._oldest(group, oldest_version)
         return "accepted" if self.policy.accepts(group.number, oldest) else "stale"
@@ -140,13 +137,15 @@ class Ledger:
         member: str,
         oldest_version: int | None,
         token_versions: dict[int, int],
+        reward: float | None,
         payload: PayloadRef,
         filtered_because: str | None,
     ) -> None:
-        """Takes a group that was judged `accepted`: READY, or FILTERED with the reason."""
+        """Takes a group that was judged `accepted`: READY, or FILTERED with the reason. `reward` is
+        the mean of its scored rollouts."""
         group = self._groups[id]
         group.version = self._oldest(group, oldest_version)
-        group.member = member
+        group.member, group.reward = member, reward
         group.token_versions = dict(token_versions)
         group.accepted_attempt, group.payload = attempt, payload
         if filtered_because is not None:
@@ -155,66 +154,57 @@ class Ledger:
         self.policy.finish(group.number, group.version)
         self._move(group, State.READY)
 
-    def is_held(self, id: GroupId, attempt: int, *, by: str) -> bool:
-        """Whether this generator has this lease now."""
+    def held(self, id: GroupId, attempt: int, *, by: str) -> Group | None:
+        """The group that this generator has this lease of now; None when it has not."""
         group = self._groups.get(id)
         if group is None or group.state != State.LEASED:
-            return False
-        return (group.attempt, group.member) == (attempt, by)
+            return None
+        return group if (group.attempt, group.member) == (attempt, by) else None
 
-    def fail(
-        self, id: GroupId, attempt: int, *, content: bool, reason: str, now: float
-    ) -> Judgement:
-        """A generator gives a lease back. To quarantine count failures caused by content, and a
-        lease that was begun and whose time is over, as if it had expired here."""
-        group = self._groups.get(id)
-        if group is None or attempt > group.attempt:
-            return "unknown"
-        if group.state != State.LEASED or group.attempt != attempt:
-            return "superseded"
+    def fail(self, group: Group, *, content: bool, late: bool, reason: str) -> None:
+        """Its generator gives a lease back. To quarantine count failures caused by content, and a
+        lease that had used up its time, as if it had expired here."""
         group.seed_k += content
-        is_over = now - group.granted_at >= LATE_SHARE * self._lease_timeout_s
-        if content or (is_over and group.started_at is not None):
-            self._strike(group, reason)
+        if content or late:
+            self.strike(group, reason)
         else:
-            self._reissue(group, reason)
-        return "accepted"
+            self.reissue(group, reason)
 
-    def release_member(self, member: str, *, reason: str) -> int:
-        """Passes all leases of a dead generator on; returns how many."""
-        held = [group for group in self.leased() if group.member == member]
-        for group in held:
-            self._reissue(group, reason)
-        return len(held)
+    def drop(self, group: Group, reason: str) -> None:
+        """No further attempt at this leased group can help: its fate is DROPPED."""
+        self._settle(group, State.DROPPED, reason)
 
-    def reconcile(self, member: str, held: Iterable[tuple[GroupId, int]], *, now: float) -> None:
-        """Compares with what the generator says that it holds: a lease whose message was lost on
-        the way is leased again after LOST_LEASE_S."""
-        reported = set(held)
-        for group in self.leased():
-            if group.member != member:
-                continue
-            if (group.id, group.attempt) in reported:
-                group.missing_since = None
-            elif group.missing_since is None:
-                group.missing_since = now
-            elif now - group.missing_since > LOST_LEASE_S:
-                self._reissue(group, f"{member} did not have it")
+    def fork(self, version: int) -> int:
+        """The learner goes on differently from `version`: groups without a batch that newer
+        versions began are generated anew, and what their generators may still submit is void.
+        Returns how many."""
+        newer = [
+            self._by_number[number]
+            for number in self.policy.outstanding
+            if self._is_newer(self._by_number[number], version)
+        ]
+        for group in newer:
+            self.reissue(group, f"the learner was changed at version {version}")
+            group.valid_attempt = group.attempt
+        return len(newer)
 
-    def expire(self, *, now: float) -> int:
-        """Passes on the leases that ran past their deadline; returns how many."""
-        late = 0
-        for group in self.leased():
-            since = group.granted_at if group.started_at is None else group.started_at
-            if now - since <= self._lease_timeout_s:
-                continue
-            late += 1
-            reason = f"{group.member} ran past {self._lease_timeout_s:g} s"
-            if group.started_at is None:
-                self._reissue(group, reason)
-            else:
-                self._strike(group, reason)
-        return late
+    def strike(self, group: Group, reason: str) -> None:
+        """An attempt that counts has failed: the group is quarantined, or generated anew."""
+        group.strikes += 1
+        if group.strikes >= self._max_attempts:
+            self._settle(group, State.QUARANTINED, reason)
+        else:
+            self.reissue(group, reason)
+
+    def reissue(self, group: Group, reason: str) -> None:
+        """Back to WAITING, for a further attempt."""
+        self.policy.release(group.number)
+        group.attempt += 1
+        group.version = group.payload = group.accepted_attempt = group.started_at = None
+        group.reward = group.leased_at = group.finished_at = None
+        group.member, group.reason = "", reason
+        group.token_versions = {}
+        self._move(group, State.WAITING)
 
     def assign(self) -> tuple[int, list[Group]]:
         """Closes the next batch (policy.can_assign): its step and its groups in order."""
@@ -274,11 +264,17 @@ class Ledger:
             if group.state in FATES or (group.step is not None and group.step < before_step):
                 del self._by_number[number], self._groups[group.id]
 
-    def take_rows(self) -> tuple[GroupRow, ...]:
-        """Rows of the groups that changed since the last call."""
-        rows = tuple(self._by_number[number].row() for number in sorted(self._changed))
+    def take_rows(self, *, at: float) -> tuple[GroupRow, ...]:
+        """Rows of the groups that changed since the last call, stamped with the wall-clock time
+        `at`."""
+        groups = [self._by_number[number] for number in sorted(self._changed)]
         self._changed.clear()
-        return rows
+        for group in groups:
+            if group.state == State.LEASED and group.leased_at is None:
+                group.leased_at = at
+            if group.state not in _OPEN and group.finished_at is None:
+                group.finished_at = at
+        return tuple(group.row() for group in groups)
 
     def _admit(self) -> Group:
         number = self.policy.admit()
@@ -293,10 +289,15 @@ class Ledger:
         assert group.version is not None
         finished = group.state == State.READY
         if not self.policy.resume(group.number, group.version, finished=finished):
-            self._reissue(group, f"version {group.version} is too old for this max_staleness")
+            self.reissue(group, f"version {group.version} is too old for this max_staleness")
         elif not finished:
             group.granted_at = now
             group.started_at = None if group.started_at is None else now
+
+    @staticmethod
+    def _is_newer(group: Group, version: int) -> bool:
+        begun = group.state == State.READY or group.started_at is not None
+        return begun and group.version is not None and group.version > version
 
     def _oldest(self, group: Group, oldest_version: int | None) -> int:
         if oldest_version is not None:
@@ -304,21 +305,6 @@ class Ledger:
         if group.state == State.LEASED and group.version is not None:
             return group.version
         return self.policy.min_version(group.number)
-
-    def _strike(self, group: Group, reason: str) -> None:
-        group.strikes += 1
-        if group.strikes >= self._max_attempts:
-            self._settle(group, State.QUARANTINED, reason)
-        else:
-            self._reissue(group, reason)
-
-    def _reissue(self, group: Group, reason: str) -> None:
-        self.policy.release(group.number)
-        group.attempt += 1
-        group.version = group.payload = group.accepted_attempt = group.started_at = None
-        group.member, group.reason = "", reason
-        group.token_versions = {}
-        self._move(group, State.WAITING)
 
     def _settle(self, group: Group, state: State, reason: str) -> None:
         self.policy.remove(group.number)

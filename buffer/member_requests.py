@@ -24,9 +24,10 @@ class MemberRequests:
         }
 
     async def _heartbeat(self, member: Member, packet: Packet, beat: Heartbeat) -> Message:
-        before = member.serving
-        self._run.heartbeat(member, beat, now=time.monotonic())
-        if self._run.is_changed or member.serving != before:
+        now, before = time.monotonic(), member.serving
+        self._run.watch.heartbeat(member, beat, now=now)
+        has_swapped = member.role == "generator" and member.serving != before
+        if self._run.is_due(now=now) or has_swapped:
             await self._changes.save()
         done = self._run.end is not None
         if member.role == "generator":
@@ -35,6 +36,6 @@ class MemberRequests:
         return Beat(inc=newest.inc, version=newest.version, done=done)
 
     async def _leave(self, member: Member, packet: Packet, leave: Leave) -> Message:
-        self._run.leave(member, leave.reason)
+        self._run.watch.leave(member, leave.reason, now=time.monotonic())
         await self._changes.save()
         return Ok()

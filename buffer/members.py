@@ -14,7 +14,7 @@ from asyncrl.messages import Heartbeat, Hello
 from asyncrl.types import WeightId
 
 MISSED_HEARTBEATS = 3
-"""A generator that is silent for this many heartbeats is dead."""
+"""A member that is silent for this many heartbeats is dead, or stopped."""
 
 NO_WEIGHTS = WeightId(0, 0)
 """What everybody has from the start: version 0."""
@@ -28,17 +28,37 @@ class Member:
     role: str
     host: str
     pid: int
+    """0: not heard since this buffer started; it held leases before."""
     last_seen: float
     alive: bool = True
+    is_gone: bool = False
+    """It has left, or another learner has taken its place: nobody misses it."""
     state: str = "starting"
+    state_since: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By phase, since the process started, as it said in its last heartbeat."""
     serving: WeightId = NO_WEIGHTS
     num_running: int = 0
     num_tokens: int = 0
     paused_s: float = 0.0
     heard_end: bool = False
     """It was told that the run has ended."""
+    num_late: int = 0
+    """Leases that ran past their time since it last submitted a group."""
     counted: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=12))
     """Recent (time, tokens so far)."""
+
+    def __str__(self) -> str:
+        where = f"pid {self.pid} on {self.host}" if self.pid else "not heard since the restart"
+        return f"{self.name} ({where})"
+
+    def condition(self, *, now: float) -> str:
+        """What it does and when it was last heard, in words and seconds."""
+        state_s, silent_s = now - self.state_since, now - self.last_seen
+        return f"{self.state} for {state_s:.0f} s, last heard {silent_s:.0f} s ago"
+
+    def enter(self, state: str, *, since: float) -> None:
+        self.state, self.state_since = state, since
 
     @property
     def tokens_per_s(self) -> float:
@@ -57,12 +77,13 @@ class Members:
         self.silence_s = MISSED_HEARTBEATS * heartbeat_s
         self.by_name: dict[str, Member] = {}
         self._by_peer: dict[bytes, Member] = {}
+        self._returned: list[Member] = []
 
     def hello(self, peer: bytes, hello: Hello, *, now: float) -> Member:
         """Adds the connection `peer` to the member that it names."""
         member = self.by_name.get(hello.member)
         if member is None or member.pid == 0:
-            member = Member(hello.member, hello.role, hello.host, hello.pid, now)
+            member = Member(hello.member, hello.role, hello.host, hello.pid, now, state_since=now)
             self.by_name[hello.member] = member
         self._by_peer[peer] = member
         self._seen(member, now)
@@ -70,7 +91,7 @@ class Members:
 
     def expect(self, name: str, *, now: float) -> None:
         """A generator that held leases before the buffer restarted: it may come back."""
-        self.by_name.setdefault(name, Member(name, "generator", "", 0, now))
+        self.by_name.setdefault(name, Member(name, "generator", "", 0, now, state_since=now))
 
     def of(self, peer: bytes, *, now: float) -> Member | None:
         """Whose connection it is; None before hello. Anything it sends is a sign of life."""
@@ -80,25 +101,40 @@ class Members:
         return member
 
     def heartbeat(self, member: Member, beat: Heartbeat, *, now: float) -> None:
-        member.state, member.serving = beat.state, WeightId(*beat.serving)
+        if beat.state != member.state or beat.state_s:
+            member.enter(beat.state, since=now - beat.state_s)
+        member.serving, member.seconds = WeightId(*beat.serving), beat.seconds
         member.num_running, member.paused_s = beat.num_running, beat.paused_s
         member.num_tokens = beat.num_tokens
         member.counted.append((now, beat.num_tokens))
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: Member, *, now: float) -> None:
         """It said that it ends: it is not waited for, and not missed."""
-        member.alive, member.state, member.heard_end = False, "left", True
+        member.alive, member.is_gone, member.heard_end = False, True, True
+        member.enter("left", since=now)
+
+    def replace(self, name: str, *, now: float) -> None:
+        """Another learner has taken over from this one."""
+        for member in self.named(name):
+            member.alive, member.is_gone = False, True
+            member.enter("replaced", since=now)
 
     def newly_dead(self, *, now: float) -> list[Member]:
-        """Generators that have been silent for too long since the last call."""
+        """Members that have been silent for too long since the last call."""
         dead = [
             member
-            for member in self.generators()
-            if member.alive and now - member.last_seen > self.silence_s
+            for member in self.by_name.values()
+            if member.alive and member.role != "monitor" and now - member.last_seen > self.silence_s
         ]
         for member in dead:
-            member.alive, member.state = False, "dead"
+            member.alive = False
+            member.enter("dead", since=member.last_seen)
         return dead
+
+    def newly_back(self) -> list[Member]:
+        """Members that were thought dead and have been heard since the last call."""
+        returned, self._returned = self._returned, []
+        return returned
 
     def excuse(self, *, now: float) -> None:
         """This process itself stood still: nobody is dead for not having been heard."""
@@ -108,6 +144,11 @@ class Members:
 
     def generators(self) -> list[Member]:
         return [member for member in self.by_name.values() if member.role == "generator"]
+
+    def learners(self) -> list[Member]:
+        """Learners that have neither left nor been replaced."""
+        everybody = self.by_name.values()
+        return [member for member in everybody if member.role == "learner" and not member.is_gone]
 
     def named(self, name: str) -> list[Member]:
         """The member of this name, if it is known."""
@@ -121,8 +162,10 @@ class Members:
         """Speed of all generators together."""
         return sum(member.tokens_per_s for member in self.generators())
 
-    @staticmethod
-    def _seen(member: Member, now: float) -> None:
+    def _seen(self, member: Member, now: float) -> None:
         member.last_seen = now
-        if not member.alive:
-            member.alive, member.state = True, "back"
+        if not member.alive and not member.is_gone:
+            member.alive = True
+            member.enter("back", since=now)
+            if member.role != "monitor":
+                self._returned.append(member)

@@ -31,12 +31,16 @@ class Training:
         """The newest publication. Version 0 everybody has from the start."""
         self.newest_version = 0
         """Highest version number ever published, by any life of the learner."""
+        self.end_step: int | None = None
+        """The step for which the current learner was told that there is none."""
         self.metrics: dict[str, float] = {}
         """What the learner said with its last commit."""
         self._ledger = ledger
         self._is_present = False
         self.owner = meta.get("owner", "")
-        """Member that is the current learner."""
+        """Member that is the current learner; empty: none has ever registered."""
+        self.num_forks = int(meta.get("forks", 0))
+        """How often the learner went on differently from a version that there was already."""
         self._digest = meta.get("config_digest", "")
         self._steps = {row.step: row for row in stored.steps}
         self._publications: dict[int, WeightsRow] = {}
@@ -77,14 +81,16 @@ class Training:
         if member == self.owner and version == self.position:
             return None
         if self._digest and message.config_digest != self._digest:
-            log.warning("the learner comes back with another training configuration")
+            self._fork_from(version)
         self.inc, self.owner = self.inc + 1, member
         self._digest, self.position = message.config_digest, version
+        self.end_step = None
         self._ledger.rewind(version)
         return None
 
-    def assign(self, record: Record, *, waited_for: str) -> None:
-        """Notes the batch that the ledger has just closed, for good, with its record."""
+    def assign(self, record: Record, *, waited_for: str, at: float) -> None:
+        """Notes the batch that the ledger has just closed, for good, with its record and the
+        wall-clock time."""
         groups = self._ledger.batch(record.step)
         row = StepRow(
             step=record.step,
@@ -92,6 +98,7 @@ class Training:
             max_staleness=self._ledger.policy.max_staleness,
             waited_for=waited_for,
             record=record.model_dump_json(),
+            at=at,
         )
         self._steps[record.step] = row
         self._new_steps.append(row)
@@ -126,6 +133,7 @@ class Training:
         row = WeightsRow(message.inc, message.version, message.location, message.digest)
         before = self._publications.get(message.version)
         if before is not None and before.digest != row.digest:
+            self.num_forks += 1
             log.warning(
                 "fork: version %d of learner number %d has digest %s, that of number %d had %s",
                 *(row.version, row.inc, row.digest, before.inc, before.digest),
@@ -155,6 +163,7 @@ class Training:
             "committed": str(self.committed),
             "owner": self.owner,
             "config_digest": self._digest,
+            "forks": str(self.num_forks),
         }
 
     def take_rows(self) -> tuple[tuple[StepRow, ...], tuple[WeightsRow, ...]]:
@@ -162,6 +171,15 @@ class Training:
         taken = tuple(self._new_steps), tuple(self._new_weights)
         self._new_steps, self._new_weights = [], []
         return taken
+
+    def _fork_from(self, version: int) -> None:
+        self.num_forks += 1
+        log.warning(
+            "fork: the learner comes back at version %d with another training configuration. "
+            "Batches that are assigned stay; %d groups without one that newer versions began are "
+            "generated anew",
+            *(version, self._ledger.fork(version)),
+        )
 
     def _why_not_from(self, version: int) -> str | None:
         num_steps = self._ledger.policy.next_step

@@ -32,6 +32,7 @@ from asyncrl.transport import RefusedError
 from asyncrl.types import GroupId, RolloutGroup
 from asyncrl.wire import encode, encode_group
 from buffer.prompts import MAX_ROW_BYTES
+from buffer.reports import status_values
 from buffer.run import Run
 from buffer.server import BufferServer
 
@@ -284,7 +285,7 @@ def test_a_prompt_that_fails_by_its_content_is_quarantined_and_replaced(tmp_path
                 )
             leases = await generator.lease(9)
             assert [lease.group for lease in leases] == [[0, 1], [0, 2], [0, 3], [0, 4]]
-            assert here.run.status(now=0)["counts"] == {"quarantined": 1, "leased": 4}
+            assert status_values(here.run, now=0)["counts"] == {"quarantined": 1, "leased": 4}
 
     play(scenario())
 
@@ -320,9 +321,9 @@ def test_nobody_but_its_holder_can_spoil_a_lease(tmp_path: Path) -> None:
             holder, stranger = here.generator(), here.generator("stranger")
             [lease] = await holder.lease(1)
             assert (await stranger.submit_frame(lease, b"rubbish")).verdict == "invalid"
-            assert here.run.status(now=0)["counts"] == {"leased": 1}
+            assert status_values(here.run, now=0)["counts"] == {"leased": 1}
             assert (await holder.submit_frame(lease, b"rubbish")).verdict == "invalid"
-            assert here.run.status(now=0)["counts"] == {"quarantined": 1}
+            assert status_values(here.run, now=0)["counts"] == {"quarantined": 1}
 
     play(scenario())
 
@@ -546,8 +547,8 @@ def test_a_restarted_buffer_ends_a_trained_run_whose_learner_does_not_come_back(
             assert "max_steps" in here.run.end.reason
 
     play(first_life())
-    monkeypatch.setattr("buffer.run.RETURN_S", 0.5)
-    monkeypatch.setattr("buffer.server.LEAVE_S", 0.5)
+    monkeypatch.setattr("buffer.ending.RETURN_S", 0.5)
+    monkeypatch.setattr("buffer.farewell.LEAVE_S", 0.5)
     play(second_life())
     assert fates(tmp_path) == {"trained": 8, "not_issued": 4}
 

@@ -61,6 +61,10 @@ def row(
         length=length,
         token_versions="{}",
         reason="",
+        valid_attempt=0,
+        reward=0.5,
+        leased_at=1.0,
+        finished_at=2.0,
     )
 
 
@@ -171,7 +175,7 @@ def test_a_second_writer_and_another_schema_are_refused(tmp_path: Path) -> None:
     database.execute("UPDATE meta SET value='99' WHERE key='schema'")
     database.commit()
     database.close()
-    with pytest.raises(ValueError, match="has schema 99, this program reads 2"):
+    with pytest.raises(ValueError, match="has schema 99, this program reads 3"):
         Journal(tmp_path)
 
 

@@ -9,7 +9,8 @@ import pytest
 from asyncrl.journal import GroupRow, PayloadRef
 from asyncrl.types import GroupId
 from buffer.groups import Group, State
-from buffer.ledger import LOST_LEASE_S, Ledger
+from buffer.deadlines import LOST_LEASE_S, Deadlines, Late
+from buffer.ledger import Ledger
 from buffer.policy import StalenessPolicy
 
 FIRST = GroupId(0, 0)
@@ -23,8 +24,11 @@ def make_ledger(*, max_staleness: int = 1, groups_per_step: int = 2, num_groups:
         policy,
         group_id=lambda number: GroupId(*divmod(number, num_groups)),
         max_attempts=3,
-        lease_timeout_s=100.0,
     )
+
+
+def deadlines_of(ledger: Ledger) -> Deadlines:
+    return Deadlines(ledger, lease_timeout_s=100.0)
 
 
 def lease(ledger: Ledger, member: str = "a", *, version: int = 0, now: float = 0.0) -> Group:
@@ -41,6 +45,7 @@ def accept(ledger: Ledger, id: GroupId, attempt: int = 0, *, version: int = 0) -
         member="a",
         oldest_version=version,
         token_versions={version: 3},
+        reward=0.5,
         payload=PayloadRef(1, 0, 10),
         filtered_because=None,
     )
@@ -56,11 +61,11 @@ def test_a_group_sent_twice_is_a_duplicate() -> None:
 def test_a_group_that_another_attempt_finished_is_superseded() -> None:
     ledger = make_ledger()
     lease(ledger, "a")
-    ledger.release_member("a", reason="dead")
+    deadlines_of(ledger).release_member("a", reason="dead")
     assert lease(ledger, "b").attempt == 1
     accept(ledger, FIRST, 0)
     assert ledger.judge(FIRST, 1, 0) == "superseded"
-    assert ledger.fail(FIRST, 1, content=True, reason="late", now=0.0) == "superseded"
+    assert ledger.held(FIRST, 1, by="b") is None
 
 
 def test_a_group_never_leased_is_unknown() -> None:
@@ -85,7 +90,7 @@ def test_dead_generators_leases_go_to_another_in_order_and_with_the_same_seeds()
     ledger = make_ledger()
     lost = [lease(ledger, "a") for _ in range(3)]
     lease(ledger, "b")
-    assert ledger.release_member("a", reason="dead") == 3
+    assert deadlines_of(ledger).release_member("a", reason="dead") == 3
     again = [lease(ledger, "b") for _ in range(3)]
     assert [group.id for group in again] == [group.id for group in lost]
     assert [(group.attempt, group.seed_k) for group in again] == [(1, 0)] * 3
@@ -96,7 +101,7 @@ def test_content_failures_raise_the_seed_number_and_end_in_quarantine() -> None:
     for attempt in range(3):
         group = lease(ledger)
         assert (group.id, group.attempt, group.seed_k) == (FIRST, attempt, attempt)
-        ledger.fail(FIRST, attempt, content=True, reason="bad answer", now=0.0)
+        ledger.fail(group, content=True, late=False, reason="bad answer")
     assert group.state == State.QUARANTINED
     assert group.reason == "bad answer"
     assert lease(ledger).id == GroupId(0, 1)
@@ -105,8 +110,9 @@ def test_content_failures_raise_the_seed_number_and_end_in_quarantine() -> None:
 def test_failures_of_machines_never_quarantine() -> None:
     ledger = make_ledger()
     for attempt in range(10):
-        assert lease(ledger).attempt == attempt
-        ledger.fail(FIRST, attempt, content=False, reason="engine died", now=0.0)
+        group = lease(ledger)
+        assert group.attempt == attempt
+        ledger.fail(group, content=False, late=False, reason="engine died")
     assert lease(ledger).seed_k == 0
 
 
@@ -114,8 +120,8 @@ def test_the_clock_of_a_lease_starts_with_the_generation() -> None:
     ledger = make_ledger()
     group = lease(ledger, now=0.0)
     assert ledger.started(group.id, 0, 0, now=90.0)
-    assert ledger.expire(now=180.0) == 0
-    assert ledger.expire(now=191.0) == 1
+    assert deadlines_of(ledger).expire(now=180.0) == []
+    assert deadlines_of(ledger).expire(now=191.0) == [Late("a", FIRST, 0)]
     assert (group.state, group.attempt, group.strikes) == (State.WAITING, 1, 1)
 
 
@@ -129,15 +135,17 @@ def test_a_prompt_that_hangs_every_generator_is_quarantined(told: bool) -> None:
         assert (group.id, group.attempt, group.seed_k) == (FIRST, attempt, 0)
         assert ledger.started(FIRST, attempt, 0, now=now + 0.5)
         if told:
-            ledger.fail(FIRST, attempt, content=False, reason="not finished", now=now + 100.1)
-        ledger.expire(now=now + 101.0)
+            late = deadlines_of(ledger).is_late(group, now=now + 100.1)
+            ledger.fail(group, content=False, late=late, reason="not finished")
+        deadlines_of(ledger).expire(now=now + 101.0)
     assert (group.state, group.strikes) == (State.QUARANTINED, 3)
 
 
 def test_a_lease_given_back_late_but_never_begun_does_not_count() -> None:
     ledger = make_ledger()
     group = lease(ledger, now=0.0)
-    ledger.fail(FIRST, 0, content=False, reason="no room", now=100.1)
+    assert not deadlines_of(ledger).is_late(group, now=100.1)
+    ledger.fail(group, content=False, late=False, reason="no room")
     assert (group.state, group.strikes) == (State.WAITING, 0)
 
 
@@ -145,19 +153,19 @@ def test_a_lease_that_its_generator_does_not_report_is_leased_again() -> None:
     ledger = make_ledger()
     lost, kept = lease(ledger), lease(ledger)
     for now in (1.0, 5.0, 1.0 + LOST_LEASE_S):
-        ledger.reconcile("a", [(kept.id, 0)], now=now)
+        deadlines_of(ledger).reconcile("a", [(kept.id, 0)], now=now)
         assert lost.state == State.LEASED
-    ledger.reconcile("a", [(kept.id, 0)], now=1.5 + LOST_LEASE_S)
+    deadlines_of(ledger).reconcile("a", [(kept.id, 0)], now=1.5 + LOST_LEASE_S)
     assert (lost.state, kept.state) == (State.WAITING, State.LEASED)
 
 
 def test_a_lease_reported_again_is_not_lost() -> None:
     ledger = make_ledger()
     group = lease(ledger)
-    ledger.reconcile("a", [], now=0.0)
-    ledger.reconcile("a", [(group.id, 0)], now=9.0)
-    ledger.reconcile("a", [], now=10.0)
-    ledger.reconcile("a", [], now=19.0)
+    deadlines_of(ledger).reconcile("a", [], now=0.0)
+    deadlines_of(ledger).reconcile("a", [(group.id, 0)], now=9.0)
+    deadlines_of(ledger).reconcile("a", [], now=10.0)
+    deadlines_of(ledger).reconcile("a", [], now=19.0)
     assert group.state == State.LEASED
 
 
@@ -172,6 +180,7 @@ def test_a_filtered_group_frees_its_place_at_once() -> None:
         member="a",
         oldest_version=0,
         token_versions={0: 3},
+        reward=0.0,
         payload=PayloadRef(1, 0, 10),
         filtered_because="all rewards are 0",
     )
@@ -192,11 +201,11 @@ def test_a_restart_keeps_the_books_and_gives_leases_a_fresh_deadline() -> None:
     for group in groups[:3]:
         accept(ledger, group.id)
     ledger.assign()
-    again = restarted(ledger, ledger.take_rows())
+    again = restarted(ledger, ledger.take_rows(at=0.0))
     assert again.counts == ledger.counts
     assert again.policy.outstanding == (2, 3)
     assert [group.id for group in again.batch(0)] == [groups[0].id, groups[1].id]
-    assert again.expire(now=1099.0) == 0
+    assert deadlines_of(again).expire(now=1099.0) == []
     assert again.judge(groups[2].id, 0, 0) == "duplicate"
     accept(again, groups[3].id)
     again.commit(1)
@@ -207,10 +216,10 @@ def test_after_a_restart_only_leases_that_had_begun_count_when_they_run_late() -
     ledger = make_ledger()
     begun, granted = lease(ledger), lease(ledger)
     ledger.started(begun.id, 0, 0, now=0.0)
-    again = restarted(ledger, ledger.take_rows())
+    again = restarted(ledger, ledger.take_rows(at=0.0))
     assert [group.started_at for group in again.leased()] == [1000.0, None]
-    assert again.expire(now=1101.0) == 2
-    strikes = {row.number: row.strikes for row in again.take_rows()}
+    assert len(deadlines_of(again).expire(now=1101.0)) == 2
+    strikes = {row.number: row.strikes for row in again.take_rows(at=0.0)}
     assert strikes == {begun.number: 1, granted.number: 0}
 
 
@@ -219,7 +228,7 @@ def test_a_restart_with_a_smaller_bound_generates_anew_what_is_too_old_for_it() 
     for _ in range(4):
         accept(ledger, lease(ledger).id)
     ledger.assign()
-    again = restarted(ledger, ledger.take_rows(), max_staleness=0)
+    again = restarted(ledger, ledger.take_rows(at=0.0), max_staleness=0)
     assert again.counts == {State.ASSIGNED: 2, State.READY: 0, State.WAITING: 2}
     again.commit(1)
     assert lease(again, version=1).attempt == 1
@@ -231,7 +240,7 @@ def test_forgetting_trained_steps_keeps_the_counts() -> None:
         accept(ledger, lease(ledger).id)
     ledger.assign()
     ledger.commit(1)
-    ledger.take_rows()
+    ledger.take_rows(at=0.0)
     ledger.forget(before_step=1)
     assert ledger.judge(FIRST, 0, 0) == "unknown"
     assert ledger.counts[State.TRAINED] == 2

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 from asyncrl import versions
 from asyncrl.journal import GroupRow, PayloadRef
 from asyncrl.types import GroupId
+from buffer.deadlines import Deadlines
 from buffer.groups import Group, State
 from buffer.ledger import Ledger
 from buffer.policy import StalenessPolicy
@@ -75,8 +76,11 @@ class Schedules(RuleBasedStateMachine):
             self.policy,
             group_id=lambda number: GroupId(*divmod(number, num_groups)),
             max_attempts=3,
-            lease_timeout_s=10.0,
         )
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return Deadlines(self.ledger, lease_timeout_s=10.0)
 
     def in_flight(self, started: bool) -> list[Group]:
         return [g for g in self.ledger.leased() if (g.started_at is not None) == started]
@@ -124,22 +128,25 @@ class Schedules(RuleBasedStateMachine):
             member=group.member,
             oldest_version=oldest,
             token_versions={oldest: 1},
+            reward=0.5,
             payload=PAYLOAD,
             filtered_because="all rewards are 0" if filtered else None,
         )
 
-    @rule(kind=st.sampled_from(["fail", "content", "death", "delay"]), data=st.data())
+    @rule(kind=st.sampled_from(["fail", "content", "drop", "death", "delay"]), data=st.data())
     @precondition(lambda self: self.ledger.leased())
     def accident(self, kind: str, data: st.DataObject) -> None:
         group = data.draw(st.sampled_from(self.ledger.leased()))
         if kind == "death":
-            self.ledger.release_member(group.member, reason="dead")
+            self.deadlines.release_member(group.member, reason="dead")
         elif kind == "delay":
             self.now += data.draw(st.floats(0, 12))
-            self.ledger.expire(now=self.now)
+            self.deadlines.expire(now=self.now)
+        elif kind == "drop":
+            self.ledger.drop(group, "too long")
         else:
-            content = kind == "content"
-            self.ledger.fail(group.id, group.attempt, content=content, reason="test", now=self.now)
+            late = self.deadlines.is_late(group, now=self.now)
+            self.ledger.fail(group, content=kind == "content", late=late, reason="test")
 
     @rule(member=st.sampled_from(["a", "b"]))
     def swap(self, member: str) -> None:
@@ -167,6 +174,18 @@ class Schedules(RuleBasedStateMachine):
         """It comes back from an older checkpoint and replays up to where it was."""
         self.ledger.rewind(data.draw(st.integers(0, self.version)))
         self.ledger.rewind(self.version)
+
+    @rule(data=st.data())
+    def learner_comes_back_changed(self, data: st.DataObject) -> None:
+        """A fork: what newer versions began is generated anew, assigned batches stay."""
+        version = data.draw(st.integers(0, self.version))
+        self.ledger.fork(version)
+        self.ledger.rewind(version)
+        self.ledger.rewind(self.version)
+        for number in self.policy.outstanding:
+            group = self.ledger._by_number[number]
+            is_begun = group.state == State.READY or group.started_at is not None
+            assert not (is_begun and group.version is not None and group.version > version)
 
     @rule()
     def buffer_restarts(self) -> None:
@@ -196,7 +215,7 @@ class Schedules(RuleBasedStateMachine):
 
     def restart(self, *, max_staleness: int, max_steps: int | None) -> None:
         before = self.policy
-        self.journal |= {row.number: row for row in self.ledger.take_rows()}
+        self.journal |= {row.number: row for row in self.ledger.take_rows(at=0.0)}
         self.policy = StalenessPolicy(
             max_staleness=max_staleness,
             groups_per_step=before.groups_per_step,

@@ -1,0 +1,113 @@
+"""Signs of life and the lack of them: who is there, whose leases pass on, whether the run gets on.
+
+Time is passed in, in seconds of a monotonic clock.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+
+from asyncrl.config import Config
+from asyncrl.messages import Heartbeat
+from asyncrl.types import GroupId
+from buffer.deadlines import Deadlines
+from buffer.evaluation import Evaluations
+from buffer.history import History
+from buffer.ledger import Ledger
+from buffer.members import Member, Members
+from buffer.suspension import Suspension
+from buffer.training import Training
+from buffer.waiting import Waiting, stall_reason
+from buffer.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+
+class Watch:
+    """Everything about a run that the clock or a member's silence can change."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        ledger: Ledger,
+        training: Training,
+        evaluations: Evaluations,
+        now: float,
+        wall_offset: float,
+    ) -> None:
+        """`wall_offset` + a monotonic time is the wall-clock time."""
+        lease_timeout_s, heartbeat_s = config.buffer.lease_timeout_s, config.network.heartbeat_s
+        self._evaluations = evaluations
+        self.members = Members(heartbeat_s=heartbeat_s)
+        self.deadlines = Deadlines(ledger, lease_timeout_s=lease_timeout_s)
+        self.suspension = Suspension(self.members, lease_timeout_s=lease_timeout_s)
+        self.watchdog = Watchdog(config.network.stall_timeout_s, now=now)
+        self.history = History(interval_s=heartbeat_s, wall_offset=wall_offset)
+        self.waiting = Waiting(
+            ledger=ledger,
+            deadlines=self.deadlines,
+            training=training,
+            evaluations=evaluations,
+            members=self.members,
+            now=now,
+        )
+        for group in ledger.leased():
+            self.members.expect(group.member, now=now)
+
+    def heartbeat(self, member: Member, beat: Heartbeat, *, now: float) -> None:
+        self.members.heartbeat(member, beat, now=now)
+        self.history.heard(member, now=now)
+        held = [(GroupId(*lease[:2]), lease[2]) for lease in beat.held if len(lease) == 3]
+        self.deadlines.reconcile(member.name, held, now=now)
+
+    def leave(self, member: Member, reason: str, *, now: float) -> None:
+        """A member ends: its leases pass on at once."""
+        self.members.leave(member, now=now)
+        num_leases = self._pass_on(member, now)
+        log.info("%s has left (%s): %d of its leases pass on", member, reason, num_leases)
+
+    def look_for_members(self, *, now: float) -> None:
+        """Who has gone silent, and who is back."""
+        for member in self.members.newly_back():
+            log.info("%s is back", member)
+        for member in self.members.newly_dead(now=now):
+            num_leases = self._pass_on(member, now)
+            after = f"{num_leases} of its leases pass on"
+            if member.role == "learner":
+                after = (
+                    "generators go on as far as max_staleness allows; it may come back, or "
+                    "another learner take over"
+                )
+            silent_s = now - member.last_seen
+            log.warning(
+                "%s has sent nothing for %.1f s: dead or stopped; %s", member, silent_s, after
+            )
+
+    def why_stalled(self, *, now: float) -> str | None:
+        """Why the run is to be given up, all stacks being in the log by then; or None."""
+        found, still_s = self.watchdog.look(now=now), self.watchdog.still_s(now=now)
+        if found == "warn":
+            log.warning(
+                "nothing has got on for %.0f s, after %g s the run is given up. Waiting for %s",
+                *(still_s, self.watchdog.timeout_s, self.waiting.text(now=now)),
+            )
+        if found != "stalled":
+            return None
+        faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
+        return stall_reason(self.waiting, self.members, still_s=still_s, now=now)
+
+    def excuse(self, seconds: float, *, now: float) -> None:
+        """This process itself stood still for so long: no other is to blame for it."""
+        self.members.excuse(now=now)
+        self.deadlines.excuse(seconds)
+        self._evaluations.excuse(seconds)
+        self.watchdog.excuse(seconds)
+
+    def _pass_on(self, member: Member, now: float) -> int:
+        """What a member held that is no longer there; returns how many leases."""
+        self.history.note(member, now=now)
+        self._evaluations.release_member(member.name)
+        return self.deadlines.release_member(member.name, reason=f"{member.name} is {member.state}")
