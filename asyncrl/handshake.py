@@ -30,7 +30,11 @@ _OF: dict[Role, tuple[str, ...]] = {
     "monitor": (),
 }
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+_PROMPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+"""How a prompt is rendered, and which tokens end a response."""
 _SAMPLE_BYTES = 1 << 16
+_WHOLE_BYTES = 64 << 20
+"""Files up to this size are hashed as a whole, larger ones (weights) by samples."""
 
 
 def member_settings(config: Config, role: Role) -> Settings:
@@ -85,11 +89,12 @@ def _model_settings(directory: Path) -> Settings:
         "model (config.json)": _hash([directory / "config.json"]),
         "model weights": _hash(sorted(directory.glob("*.safetensors"))),
         "tokenizer": _hash([directory / name for name in _TOKENIZER_FILES]),
+        "chat template and end tokens": _hash([directory / name for name in _PROMPT_FILES]),
     }
 
 
 def _hash(files: Iterable[Path]) -> str:
-    """Over names, sizes, and a sample of the bytes: start, middle and end (all of a small file)."""
+    """Over names, sizes and bytes; of a large file only those at its start, middle and end."""
     digest = hashlib.sha256()
     for path in files:
         if not path.is_file():
@@ -97,7 +102,10 @@ def _hash(files: Iterable[Path]) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
-            for start in sorted({0, max(0, size // 2), max(0, size - _SAMPLE_BYTES)}):
+            if size <= _WHOLE_BYTES:
+                digest.update(file.read())
+                continue
+            for start in (0, size // 2, size - _SAMPLE_BYTES):
                 file.seek(start)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:12]

@@ -8,8 +8,8 @@ import pytest
 
 from asyncrl.journal import GroupRow, PayloadRef
 from asyncrl.types import GroupId
-from buffer.groups import Group, State
 from buffer.deadlines import LOST_LEASE_S, Deadlines, Late
+from buffer.groups import Group, State
 from buffer.ledger import Ledger
 from buffer.policy import StalenessPolicy
 
