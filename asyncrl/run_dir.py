@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import secrets
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +18,7 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """The resolved configuration: the argument of every program."""
+        """The resolved configuration, written by whoever opened the directory."""
         return self.path / "config.yaml"
 
     @property
@@ -34,6 +30,12 @@ class RunDir:
     def buffer_address(self) -> Path:
         """Where the buffer listens; a restarted one comes back there."""
         return self.path / "buffer_address"
+
+    @property
+    def start(self) -> Path:
+        """Only in a run that began from a checkpoint of another one: version 0, a model directory
+        in Hugging Face format."""
+        return self.path / "start"
 
     @property
     def metrics(self) -> Path:
@@ -58,6 +60,10 @@ class RunDir:
         """The trained policy in Hugging Face format."""
         return self.path / "final"
 
+    def config_of(self, name: str) -> Path:
+        """The resolved configuration of a program that was started by a command of its own."""
+        return self.path / f"config.{name}.yaml"
+
     def read_run_id(self) -> str | None:
         """None where the directory was not made by the launcher of this run."""
         return self.run_id.read_text().strip() if self.run_id.exists() else None
@@ -76,34 +82,3 @@ class RunDir:
         if config.weights.dir is not None:
             base = Path(config.weights.dir).absolute()
         return base / f"asyncrl-{self.path.name}-{(self.read_run_id() or 'alone')[:8]}"
-
-
-@contextmanager
-def open_run_dir(config: Config, *, config_name: str) -> Iterator[RunDir]:
-    """Makes the run directory, or goes on in one when checkpoint.resume is auto; locked meanwhile.
-
-    Raises ValueError when there is something in it already and resume is never, when another
-    launcher is at work in it, and when it cannot be made.
-    """
-    name = config.run_name or f"{config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path = (Path(config.output_dir) / name).absolute()
-    run_dir = RunDir(path)
-    try:
-        is_used = path.exists() and any(path.iterdir())
-        if is_used and config.checkpoint.resume == "never":
-            raise ValueError(
-                f"run directory {path} is not empty: choose another run_name, or go on in it with "
-                "checkpoint.resume=auto"
-            )
-        run_dir.logs.mkdir(parents=True, exist_ok=True)
-        lock = (path / "launcher.lock").open("w")
-    except OSError as error:
-        raise ValueError(f"run directory {path} cannot be made: {error}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another asyncrl-launch is at work in {path}") from None
-        run_dir.buffer_address.unlink(missing_ok=True)
-        run_dir.make_run_id()
-        yield run_dir

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
+import yaml
+
+from asyncrl.config.load import load_resolved
+from asyncrl.run_dir import RunDir
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -20,6 +29,7 @@ class Finished:
 
     code: int
     output: str
+    errors: str
     run_dir: Path
 
     @property
@@ -39,7 +49,43 @@ class Finished:
         """All logs, for the message of a failed assertion."""
         logs = sorted((self.run_dir / "logs").glob("*.log"))
         tails = [f"== {log.name}\n" + log.read_text()[-3000:] for log in logs]
-        return "\n".join([self.output[-3000:], *tails])
+        return "\n".join([f"exit code {self.code}", self.output[-3000:], self.errors, *tails])
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A launcher in the background."""
+
+    process: subprocess.Popen[str]
+    run_dir: Path
+
+    @property
+    def steps_done(self) -> int:
+        metrics = self.run_dir / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        return max((json.loads(ln)["step"] + 1 for ln in lines if "time/step_s" in ln), default=0)
+
+    def wait_for_steps(self, count: int) -> None:
+        """Returns once so many steps are trained. TimeoutError when that takes too long."""
+        deadline = time.monotonic() + 90
+        while self.steps_done < count:
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise TimeoutError(f"no step {count}\n{self.finish(1).logs()}")
+            time.sleep(0.05)
+
+    def children(self, module: str = "") -> list[psutil.Process]:
+        """All its descendants, or those that `python -m MODULE` started."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return [p for p in found if not module or ["-m", module] == p.cmdline()[2:4]]
+
+    def finish(self, timeout_s: float = 60) -> Finished:
+        """Waits for its end; one that has not ended in time is killed."""
+        try:
+            output, errors = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            output, errors = self.process.communicate()
+        return Finished(self.process.returncode, output, errors, self.run_dir)
 
 
 def command(config: Path, overrides: Sequence[str], directory: Path, name: str) -> list[str]:
@@ -49,20 +95,70 @@ def command(config: Path, overrides: Sequence[str], directory: Path, name: str) 
     return [*launcher, str(config), *places, *overrides]
 
 
-def run_local(
-    config: Path, *overrides: str, directory: Path, name: str = "run", timeout_s: float = 120
-) -> Finished:
-    """Runs to the end. Raises subprocess.TimeoutExpired when that takes too long."""
+@contextmanager
+def launched(
+    config: Path, *overrides: str, directory: Path, name: str = "run"
+) -> Iterator[Launched]:
+    """A launcher in the background; whatever is left of it is ended, its weights are removed."""
     process = subprocess.Popen(
         command(config, overrides, directory, name),
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "COLUMNS": "160"},
     )
+    run_dir = RunDir(directory / name)
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        yield Launched(process, run_dir.path)
     finally:
         process.terminate()
-    return Finished(process.returncode, output, directory / name)
+        try:
+            process.communicate(timeout=15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+        if run_dir.config.exists():
+            shutil.rmtree(run_dir.weights(load_resolved(run_dir.config)), ignore_errors=True)
+
+
+def run_local(
+    config: Path, *overrides: str, directory: Path, name: str = "run", timeout_s: float = 120
+) -> Finished:
+    """Runs to the end. Raises subprocess.TimeoutExpired when that takes too long."""
+    with launched(config, *overrides, directory=directory, name=name) as launcher:
+        output, errors = launcher.process.communicate(timeout=timeout_s)
+        return Finished(launcher.process.returncode, output, errors, launcher.run_dir)
+
+
+def write_scripted_config(path: Path, task: Path, **changes: Any) -> Path:
+    """A configuration for the scripted engine and 60 prompts, 4 a step: some seconds a run.
+
+    `task` has model/ and train.jsonl (the fixture random_tiny_task).
+    """
+    tree = {
+        "prompts_per_step": 4,
+        "group_size": 2,
+        "model": {"path": str(task / "model"), "dtype": "float32"},
+        "data": {
+            "train_files": [str(task / "train.jsonl")],
+            "max_prompt_length": 8,
+            "max_response_length": 8,
+        },
+        "reward": {"path": "tests/rewards_by_text.py:checksum", "workers": 1},
+        "generator": {"engine": "scripted", "scripted": {"mode": "fixed", "tokens_per_s": 20}},
+        "buffer": {"zero_variance": "train"},
+        "learner": {"gradient_checkpointing": False, "optim": {"lr": 1e-3}},
+        "checkpoint": {"every": 2, "export_hf": False},
+        "network": {"heartbeat_s": 1.0},
+        **changes,
+    }
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def still_running(processes: Sequence[psutil.Process], *, timeout_s: float) -> list[str]:
+    """Command lines of those that have not ended in time; one that nobody has reaped has ended."""
+    _, there = psutil.wait_procs(processes, timeout=timeout_s)
+    alive = [p for p in there if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [" ".join(process.cmdline()) for process in alive]

@@ -67,9 +67,9 @@ def refuse(
 ) -> None:
     """The launcher ends with exit code 2 and a message with `says`; the run directory stays."""
     finished = run_local(config, *overrides, directory=directory, timeout_s=60)
-    assert finished.code == 2, finished.output
-    assert says in finished.output
-    assert "Traceback" not in finished.output
-    assert len(finished.output.splitlines()) <= 5
+    assert finished.code == 2, finished.logs()
+    assert says in finished.errors
+    assert "Traceback" not in finished.errors
+    assert len(finished.errors.splitlines()) <= 5
     found = finished.run_dir.iterdir() if finished.run_dir.exists() else []
     assert [path.name for path in found] == (leaves or [])

@@ -1,5 +1,5 @@
 """`python -m asyncrl.launch`: the same as `asyncrl-launch`."""
 
-from asyncrl.launch.cli import main
+from asyncrl.launch.start import main
 
 main()

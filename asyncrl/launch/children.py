@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,26 +15,64 @@ from typing import Self
 
 from asyncrl.parent import end_with_parent
 
-_STOP_S = 8.0
+_STOP_S = 6.0
 """Time to end after SIGTERM; then SIGKILL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What is started, and started again: a role of the run."""
+
+    name: str
+    role: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
 
 
 @dataclass(slots=True)
 class Child:
-    """One program of the run: the leader of its own process group, with a log file."""
+    """One life of a program: the leader of its own process group."""
 
-    name: str
+    program: Program
     process: subprocess.Popen[bytes]
     log: Path
+    log_begin: int
+    """Where this life begins in the log, bytes."""
+    started_at: float
+    exit_code: int | None = None
+    is_seen: bool = False
+    """Its end has been told by Children.newly_ended."""
 
     @property
-    def exit_code(self) -> int | None:
-        return self.process.poll()
+    def name(self) -> str:
+        return self.program.name
 
-    def last_lines(self, count: int = 15) -> str:
-        """The end of its log, for an error message."""
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return "\n".join(text.splitlines()[-count:])
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def log_text(self) -> str:
+        """What this life has written."""
+        with self.log.open("rb") as file:
+            file.seek(self.log_begin)
+            return file.read().decode(errors="replace")
+
+    def has_ended(self) -> bool:
+        """Whether it has; then whatever is left of its group has been killed.
+
+        The leader is reaped last: until then its number cannot name processes of somebody else.
+        """
+        if self.exit_code is not None:
+            return True
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return False
+        os.killpg(self.pid, signal.SIGKILL)
+        self.exit_code = self.process.wait()
+        return True
+
+    def signal_group(self, number: signal.Signals) -> None:
+        if not self.has_ended():
+            os.killpg(self.pid, number)
 
 
 @dataclass(slots=True)
@@ -42,38 +80,47 @@ class Children:
     """All children. Use as a context manager: nothing that it started is left behind."""
 
     logs: Path
-    all: list[Child] = field(default_factory=list)
+    by_name: dict[str, Child] = field(default_factory=dict)
+    """The present, or last, life of each program."""
 
-    def start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Child:
-        log = self.logs / f"{name}.log"
+    def start(self, program: Program) -> Child:
+        """Starts a program, for the first time or again after its end."""
+        log = self.logs / f"{program.name}.log"
         with log.open("ab") as output:
+            begin = output.tell()
             process = subprocess.Popen(
-                command,
+                program.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **env},
+                env={**os.environ, **program.environment},
                 start_new_session=True,
-                preexec_fn=partial(end_with_parent, signal.SIGTERM),
+                preexec_fn=partial(end_with_parent, signal.SIGTERM, parent=os.getpid()),
             )
-        child = Child(name, process, log)
-        self.all.append(child)
+        child = Child(program, process, log, begin, time.monotonic())
+        self.by_name[program.name] = child
         return child
 
-    def first_failure(self) -> Child | None:
-        """The child that ended badly, if one did."""
-        return next((child for child in self.all if child.exit_code not in (None, 0)), None)
+    def running(self) -> list[Child]:
+        return [child for child in self.by_name.values() if not child.has_ended()]
+
+    def newly_ended(self) -> list[Child]:
+        """Those that have ended since the last call."""
+        ended = [c for c in self.by_name.values() if c.has_ended() and not c.is_seen]
+        for child in ended:
+            child.is_seen = True
+        return ended
 
     def stop(self) -> None:
-        """SIGTERM to every group, SIGKILL to those that stay. Ended groups are swept as well."""
-        for child in self.all:
-            _signal_group(child, signal.SIGTERM)
-        ends = time.monotonic() + _STOP_S
-        while time.monotonic() < ends and any(child.exit_code is None for child in self.all):
-            time.sleep(0.05)
-        for child in self.all:
-            _signal_group(child, signal.SIGKILL)
-            child.process.wait()
+        """SIGTERM to every group, SIGKILL to those that stay."""
+        for child in self.by_name.values():
+            child.signal_group(signal.SIGTERM)
+        kill_at = time.monotonic() + _STOP_S
+        while running := self.running():
+            if time.monotonic() > kill_at:
+                for child in running:
+                    child.signal_group(signal.SIGKILL)
+            time.sleep(0.02)
 
     def __enter__(self) -> Self:
         return self
@@ -82,23 +129,6 @@ class Children:
         self.stop()
 
 
-def role_command(role: str, *arguments: str) -> list[str]:
+def role_command(role: str, *arguments: str) -> tuple[str, ...]:
     """`python -P -m ROLE`: -P, so that a user's own learner.py does not shadow ours."""
-    return [sys.executable, "-P", "-m", role, *arguments]
-
-
-def learner_command(ranks: int, *arguments: str) -> list[str]:
-    """The learner: one rank is started plainly; torch's launcher starts several, and ends all
-    when one fails (its own exit code is 1 then, whatever theirs is)."""
-    if ranks == 1:
-        return role_command("learner", *arguments)
-    launcher = [sys.executable, "-P", "-m", "torch.distributed.run"]
-    placement = ["--standalone", f"--nproc-per-node={ranks}", "--no-python"]
-    return [*launcher, *placement, *role_command("learner", *arguments)]
-
-
-def _signal_group(child: Child, number: signal.Signals) -> None:
-    try:
-        os.killpg(child.process.pid, number)
-    except ProcessLookupError:
-        pass
+    return (sys.executable, "-P", "-m", role, *arguments)

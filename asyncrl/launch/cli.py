@@ -1,4 +1,4 @@
-"""`asyncrl-launch`: the command line."""
+"""`asyncrl-launch`: the command line. What a command does is imported when it is called."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-
-from asyncrl.config import Config
-from asyncrl.config.load import load_config
-from asyncrl.launch.local import run_local
-from asyncrl.launch.models import find_model
-from asyncrl.tasks.prompts import check_prompts
-from asyncrl.tasks.rewards import check_reward
-from asyncrl.tasks.rows import load_rows
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,6 +20,13 @@ ConfigPath = Annotated[Path, typer.Argument(help="YAML file, as configs/demo.yam
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, as max_staleness=0 learner.optim.lr=1e-5")
 ]
+Connect = Annotated[
+    str | None, typer.Option(metavar="ADDRESS", help="the buffer, if not network.buffer")
+]
+
+_RUN = typer.Argument(metavar="RUN", help="run directory, or the name of one in runs/")
+RunName = Annotated[str, _RUN]
+AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
 
 
 @app.callback()
@@ -39,37 +37,102 @@ def callback() -> None:
 @app.command()
 def local(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train on this machine: starts a buffer, a learner and generators, and watches them."""
-    console = Console(stderr=False)
-    _exit(lambda: _local(config, overrides or [], console))
+    from asyncrl.launch.local import run_local
+
+    _exit(lambda: run_local(config, overrides or []))
+
+
+@app.command()
+def buffer(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Be the buffer of a run: the one program that owns its directory. It listens at
+    network.buffer; learner and generators come and go."""
+    from asyncrl.launch.roles import become_buffer
+
+    _exit(lambda: become_buffer(config, overrides or []))
+
+
+@app.command()
+def learner(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    connect: Connect = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="processes here; default: local.learner_ranks")
+    ] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="machines that the learner runs on")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="number of this machine, from 0")] = 0,
+    master: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="where machine 0 is and may listen")
+    ] = None,
+) -> None:
+    """Be the learner of the run that the buffer serves, or one machine's part of it."""
+    from asyncrl.launch.ranks import Nodes
+    from asyncrl.launch.roles import become_learner
+
+    def work() -> int:
+        nodes = Nodes(count=nnodes, this=node_rank, master=master)
+        return become_learner(config, overrides or [], connect=connect, ranks=ranks, nodes=nodes)
+
+    _exit(work)
+
+
+@app.command()
+def generator(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    connect: Connect = None,
+    name: Annotated[str, typer.Option(help="its name in logs and metrics")] = "generator",
+) -> None:
+    """Be a generator of the run that the buffer serves."""
+    from asyncrl.launch.roles import become_generator
+
+    _exit(lambda: become_generator(config, overrides or [], connect=connect, name=name))
+
+
+@app.command()
+def status(
+    run: Annotated[str | None, _RUN] = None,
+    connect: Connect = None,
+    as_json: AsJson = False,
+    watch: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="SECONDS", help="ask again until the run ends"),
+    ] = None,
+) -> None:
+    """What a run does now: members, leases, speeds, and what is waited for."""
+    from asyncrl.launch.status import show_status
+
+    _exit(lambda: show_status(run, connect=connect, as_json=as_json, watch_s=watch))
+
+
+@app.command()
+def show(
+    run: RunName,
+    step: Annotated[int | None, typer.Option(min=0, help="trained in this step")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="EPOCH/POSITION", help="this prompt, as 0/17")
+    ] = None,
+    fate: Annotated[str | None, typer.Option(help="trained, filtered, dropped, ...")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="prompts at most, the newest")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Prompts and responses of a run, with rewards, versions, staleness and fate."""
+    from asyncrl.launch.show import Filter, show_rollouts
+
+    wanted = Filter(step=step, prompt=prompt, fate=fate)
+    _exit(lambda: show_rollouts(run, wanted=wanted, limit=limit, as_json=as_json))
+
+
+@app.command()
+def report(run: RunName) -> None:
+    """Write RUN/report/report.html: plots, summary and samples of a run, in any state of it."""
+    from asyncrl.report.page import report_run
+
+    _exit(lambda: report_run(run))
 
 
 def main() -> None:
     app()
-
-
-def _local(path: Path, overrides: list[str], console: Console) -> int:
-    config = _check(load_config(path, overrides))
-    return run_local(config, config_name=path.stem, console=console)
-
-
-def _check(config: Config) -> Config:
-    """Everything that can be wrong before an engine loads: data, reward, model, prompts.
-
-    Returns the config with the model's directory in it. Raises ValueError.
-    """
-    rows = load_rows(config)
-    check_reward(config.reward.path, rows.train[0], timeout_s=config.reward.timeout_s)
-    model = find_model(config.model.path)
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"path": str(model)})}
-    )
-    if num_overlong := check_prompts(config, rows):
-        print(
-            f"data: {num_overlong} of {len(rows.train) + len(rows.val)} prompts are over "
-            f"data.max_prompt_length = {config.data.max_prompt_length} tokens and will be dropped",
-            file=sys.stderr,
-        )
-    return config
 
 
 def _exit(work: Callable[[], int]) -> None:

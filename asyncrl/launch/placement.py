@@ -48,6 +48,21 @@ class Placement:
             f"{self.cpu_threads} thread(s) each"
         )
 
+    def in_config(self, config: Config) -> Config:
+        """The configuration with this placement in it, in place of every `auto`. vLLM takes less
+        of a GPU that it shares, whatever the configuration said."""
+        local = {"generators": self.num_generators, "learner_ranks": self.learner_ranks}
+        if self.cpu_threads:
+            local["cpu_threads"] = self.cpu_threads
+        config = config.model_copy(update={"local": config.local.model_copy(update=local)})
+        if not self.shares_gpu:
+            return config
+        generator = config.generator
+        share = min(generator.vllm.gpu_memory_utilization, SHARED_GPU_UTILIZATION)
+        vllm = generator.vllm.model_copy(update={"gpu_memory_utilization": share})
+        generator = generator.model_copy(update={"vllm": vllm})
+        return config.model_copy(update={"generator": generator})
+
     def learner_environment(self) -> dict[str, str]:
         return self._environment(self.learner_gpus)
 

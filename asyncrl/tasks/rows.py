@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from asyncrl.config.schema import Config, DataKeys, ReasoningGym
 from asyncrl.tasks.files import read_rows
-from asyncrl.tasks.reasoning_gym import make_rows
 from asyncrl.types import Row
 
 _NUM_SHOWN = 20
@@ -49,6 +48,9 @@ def _load(
             good, bad = read_rows(source, keys)
             rows, problems = rows + good, problems + bad
         else:
+            # Imported where it is wanted: reasoning-gym takes two seconds.
+            from asyncrl.tasks.reasoning_gym import make_rows
+
             rows += make_rows(source, held_out=held_out)
     if problems:
         more = len(problems) - _NUM_SHOWN

@@ -1,0 +1,42 @@
+"""What can be wrong before an engine loads: data, reward, model, prompts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.launch.models import find_model
+from asyncrl.tasks.prompts import check_prompts
+from asyncrl.tasks.rewards import check_reward, resolve
+from asyncrl.tasks.rows import load_rows
+
+
+def check_run(config: Config) -> Config:
+    """All that a run needs. Returns the config with the model's directory in it.
+
+    Raises ValueError.
+    """
+    rows = load_rows(config)
+    check_reward(config.reward.path, rows.train[0], timeout_s=config.reward.timeout_s)
+    config = with_model(config, find_model(config.model.path))
+    if num_overlong := check_prompts(config, rows):
+        print(
+            f"data: {num_overlong} of {len(rows.train) + len(rows.val)} prompts are over "
+            f"data.max_prompt_length = {config.data.max_prompt_length} tokens and will be dropped",
+            file=sys.stderr,
+        )
+    return config
+
+
+def check_generator(config: Config) -> Config:
+    """The same for what a generator needs by itself: its rows come from the buffer."""
+    resolve(config.reward.path)
+    return with_model(config, find_model(config.model.path))
+
+
+def with_model(config: Config, directory: Path) -> Config:
+    """The config with this directory as model.path."""
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"path": str(directory)})}
+    )

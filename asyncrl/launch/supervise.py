@@ -1,0 +1,215 @@
+"""Watches over the programs of one run: starts, restarts, drains, and knows when it is over.
+
+| what happens                                     | what follows                               |
+|--------------------------------------------------|--------------------------------------------|
+| a program is killed by a signal                  | it is started again (local.max_restarts)   |
+| a generator fails after it has worked            | it is started again (local.max_restarts)   |
+| a program fails in any other way                 | the run ends: the first failure is told    |
+| SIGINT                                           | passed on to the buffer, which drains      |
+| SIGINT again, or before anybody works; SIGTERM   | all are ended                              |
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+
+from asyncrl.launch.children import Child, Children, Program
+from asyncrl.launch.failures import DRAINED, Ending, how_it_ended, judge, telling_lines
+from asyncrl.launch.monitor import Monitor
+from asyncrl.launch.progress import Progress
+from asyncrl.launch.signals import Signals
+from asyncrl.run_dir import RunDir
+
+TICK_S = 0.5
+LEAVE_S = 30.0
+"""How long generators may take to end after buffer and learner have."""
+SAVE_S = 60.0
+"""How long the learner may take to write its last checkpoint once the buffer has failed the run."""
+GRACE_S = 2.0
+"""How long the others may take to end by themselves after the first failure."""
+DRAIN_S = 600.0
+"""How long the run may take to stop after one SIGINT: a step and a checkpoint."""
+
+
+class Supervisor:
+    """One run from the start of its buffer to the end of all its programs."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        children: Children,
+        *,
+        buffer: Program,
+        others: Callable[[str], list[Program]],
+        max_restarts: int,
+        progress: Progress,
+        errors: Console,
+    ) -> None:
+        """`others` makes the programs that connect to the buffer's address."""
+        self._run_dir = run_dir
+        self._children = children
+        self._buffer = buffer
+        self._others = others
+        self._max_restarts = max_restarts
+        self._progress = progress
+        self._errors = errors
+        self._monitor: Monitor | None = None
+        self._deadline = math.inf
+        self._code: int | None = None
+        self._failed: tuple[Child, str] | None = None
+        self._is_draining = False
+        self._is_drain_told = False
+        self._num_restarts = 0
+        self._workers: set[int] = set()
+        """Pids of generators that have sampled tokens."""
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """The last that the buffer said."""
+        return (self._monitor and self._monitor.status) or {}
+
+    def run(self, signals: Signals) -> int:
+        """Returns the exit code once there is nothing left to wait for. Children may still run when
+        the user wants them stopped, or after a failure."""
+        self._children.start(self._buffer)
+        try:
+            with self._progress:
+                while self._code is None and self._is_worth_waiting():
+                    self._turn(signals)
+        finally:
+            if self._monitor is not None:
+                self._monitor.close()
+        return self._exit_code() if self._code is None else self._code
+
+    def _turn(self, signals: Signals) -> None:
+        for number in signals.wait(TICK_S if self._monitor else 0.05):
+            self._on_signal(number)
+        for child in self._children.newly_ended():
+            self._on_end(child)
+        self._meet_buffer()
+        self._look()
+
+    def _is_worth_waiting(self) -> bool:
+        running = self._children.running()
+        if running and all(child.program.role == "generator" for child in running):
+            self._end_within(LEAVE_S)
+        return bool(running) and time.monotonic() < self._deadline
+
+    def _meet_buffer(self) -> None:
+        """Once the buffer listens, the others are started."""
+        if self._monitor is not None or not self._run_dir.buffer_address.exists():
+            return
+        address = self._run_dir.buffer_address.read_text().strip()
+        self._monitor = Monitor(address, run_id=self._run_dir.read_run_id())
+        for program in self._others(address):
+            self._children.start(program)
+
+    def _look(self) -> None:
+        if self._monitor is not None:
+            self._monitor.look()
+            members = self.status.get("members") or []
+            self._workers.update(m["pid"] for m in members if m.get("tokens"))
+        if self._is_draining and not self._is_drain_told and self._buffer_answers():
+            self._tell_buffer_to_drain()
+        self._progress.update(self.status, phase=_phase(self.status))
+
+    def _buffer_answers(self) -> bool:
+        """Whether this life of the buffer has answered: it does not die of a SIGINT any more."""
+        buffer = self._children.by_name[self._buffer.name]
+        return self._monitor is not None and self._monitor.asked_at > buffer.started_at
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGINT and self._monitor is not None and not self._is_draining:
+            self._is_draining = True
+            self._end_within(DRAIN_S)
+            self._tell(
+                "stopping: the learner ends its step and writes a checkpoint; Ctrl-C again stops "
+                "now"
+            )
+            return
+        self._code = 128 + number
+        self._tell(f"stopped by {signal.Signals(number).name}")
+
+    def _tell_buffer_to_drain(self) -> None:
+        buffer = self._children.by_name[self._buffer.name]
+        if not buffer.has_ended():
+            os.kill(buffer.pid, signal.SIGINT)
+            self._is_drain_told = True
+
+    def _on_end(self, child: Child) -> None:
+        if self._failed is not None:
+            return
+        ending = self._ending(child)
+        verdict = judge(ending)
+        if verdict == "again" and self._num_restarts < self._max_restarts:
+            self._start_again(child, how_it_ended(ending))
+        elif verdict != "well":
+            spent = "; local.max_restarts is used up" if verdict == "again" else ""
+            self._failed = (child, how_it_ended(ending) + spent)
+            self._end_within(self._patience_s(child))
+        elif ending.code not in (0, DRAINED):
+            self._tell(f"{child.name} {how_it_ended(ending)} when the run was over: {child.log}")
+
+    def _ending(self, child: Child) -> Ending:
+        assert child.exit_code is not None
+        return Ending(
+            role=child.program.role,
+            code=child.exit_code,
+            has_worked=child.pid in self._workers,
+            run_is_over=self._is_draining or self._has_ended_well("buffer", "learner"),
+        )
+
+    def _has_ended_well(self, *roles: str) -> bool:
+        return any(
+            child.program.role in roles and child.exit_code in (0, DRAINED)
+            for child in self._children.by_name.values()
+        )
+
+    def _start_again(self, child: Child, how: str) -> None:
+        self._num_restarts += 1
+        self._tell(
+            f"{child.name} {how}: started again (restart {self._num_restarts} of "
+            f"{self._max_restarts})"
+        )
+        self._children.start(child.program)
+
+    def _patience_s(self, failed: Child) -> float:
+        """After a failure of the run itself the learner still writes its last checkpoint."""
+        is_run = failed.program.role == "buffer" and failed.exit_code == 1
+        return SAVE_S if is_run and self.status.get("failed") else GRACE_S
+
+    def _end_within(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+    def _exit_code(self) -> int:
+        if self._failed is not None:
+            child, how = self._failed
+            self._report(child, how)
+            return 2 if child.exit_code == 2 else 1
+        if self._is_draining:
+            return DRAINED
+        buffer = self._children.by_name[self._buffer.name]
+        return buffer.exit_code or 0
+
+    def _report(self, child: Child, how: str) -> None:
+        self._tell(f"{child.name} {how}. What it said last ({child.log}):")
+        for line in telling_lines(child.log_text()):
+            self._errors.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
+
+    def _tell(self, text: str) -> None:
+        self._errors.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _phase(status: dict[str, Any]) -> str:
+    if not status:
+        return "starting the buffer"
+    roles = [member.get("role") for member in status.get("members") or []]
+    missing = [role for role in ("learner", "generator") if role not in roles]
+    return f"starting: {' and '.join(missing)} load the model" if missing else "running"
