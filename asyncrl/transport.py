@@ -1,7 +1,8 @@
 """Request and reply over ZeroMQ: DEALER clients, one ROUTER server, all on asyncio.
 
 Requests may be resent (the buffer treats every one as idempotent), so a client survives a server
-that dies and comes back on its port: it resends until its deadline. Sockets never linger.
+that dies and comes back on its port: what waits is sent again as soon as it is back. Sockets never
+linger.
 """
 
 from __future__ import annotations
@@ -11,22 +12,32 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
 
+from asyncrl.handshake import mismatches, refusal
 from asyncrl.messages import Hello, Message, Refused, Welcome
 from asyncrl.wire import MAX_FRAME_BYTES, Packet, WireError, decode, encode
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RESEND_S = 10.0
 """A request without reply is sent again after this time. Longer than any wait of the server."""
 MAX_WAIT_S = 5.0
 """The longest that the server keeps a waiting request (LeaseRequest, Fetch, WatchWeights)."""
+PING_S = 5.0
+"""A connection on which three pings in a row find no answer is made anew: a link that was cut may
+never say so."""
+STANDSTILL_S = 1.0
+"""A wait that takes this much too long says that this process stood still (SIGSTOP): that time does
+not count against the buffer."""
+CLOSE_S = 2.0
+"""The longest that ThreadClient.close waits, for its client and for its thread."""
 
 
 class Unreachable(ConnectionError):
@@ -42,25 +53,45 @@ class RefusedError(RuntimeError):
 
 
 class Client:
-    """One connection to the buffer, for use on one event loop."""
+    """One connection to the buffer, for use on one event loop.
+
+    Nothing is queued for a buffer that is not there. As soon as it is there (again), all requests
+    that wait are sent. It must then be the same run, with the same settings, as at first.
+    """
 
     def __init__(self, address: str, *, hello: Hello) -> None:
         self.address = address
-        self._hello = hello
+        self.hello = hello
+        """After the first welcome it names the run."""
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Packet]] = {}
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        # One context for all clients: a client that nobody closes would hang in its own one's end.
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 0
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * PING_S))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(3000 * PING_S))
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitor.linger = 0
         self._socket.connect(address)
-        self._reader: asyncio.Task[None] | None = None
+        self._connected: asyncio.Future[None] = asyncio.Future()
+        """Done, and replaced by a new one, at each connection to the buffer."""
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     async def connect(self, *, deadline_s: float) -> Welcome:
-        """Says hello and returns the welcome. Raises Unreachable or RefusedError."""
-        packet = await self.call(self._hello, deadline_s=deadline_s)
-        return packet.message
+        """Says hello and returns the welcome.
+
+        Raises Unreachable, or RefusedError: also when this side does not agree with the settings
+        of the buffer (code "mismatch").
+        """
+        packet = await self.call(self.hello, deadline_s=deadline_s)
+        welcome: Welcome = packet.message
+        if lines := mismatches(self.hello.settings, welcome.settings):
+            raise RefusedError(Refused(code="mismatch", reason=refusal(self.hello.member, lines)))
+        self.hello = self.hello.model_copy(update={"run_id": welcome.run_id})
+        return welcome
 
     async def call(
         self, message: Message, *, frames: tuple[bytes, ...] = (), deadline_s: float
@@ -70,8 +101,6 @@ class Client:
         Resends while no reply comes, and says hello again to a buffer that has restarted. Raises
         Unreachable after `deadline_s`, RefusedError when the buffer refuses.
         """
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read())
         ends = time.monotonic() + deadline_s
         while True:
             packet = await self._exchange(message, frames, ends, deadline_s)
@@ -82,15 +111,20 @@ class Client:
             await self.connect(deadline_s=max(0.1, ends - time.monotonic()))
 
     async def send(self, message: Message) -> None:
-        """Sends one message that is not answered."""
-        await self._socket.send_multipart(encode(message))
+        """Sends one message that is not answered; it is lost when the buffer is not there."""
+        await self._send(encode(message))
 
     async def close(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+        """Calls that wait end with Unreachable."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(Unreachable(f"the connection to {self.address} was closed"))
+        self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
-        self._context.term()
 
     async def _exchange(
         self, message: Message, frames: tuple[bytes, ...], ends: float, deadline_s: float
@@ -99,20 +133,32 @@ class Client:
         reply: asyncio.Future[Packet] = asyncio.get_running_loop().create_future()
         self._waiting[id] = reply
         try:
-            while True:
-                left = ends - time.monotonic()
-                if left <= 0:
-                    raise Unreachable(
-                        f"no answer from the buffer at {self.address} to "
-                        f"{type(message).__name__} within {deadline_s:g} s: is it running, and "
-                        "is network.buffer its address?"
-                    )
-                await self._socket.send_multipart(encode(message, id=id, frames=frames))
-                done, _ = await asyncio.wait([reply], timeout=min(RESEND_S, left))
-                if done:
+            while (left := ends - time.monotonic()) > 0:
+                began, patience_s = time.monotonic(), min(RESEND_S, left)
+                again: list[asyncio.Future[Any]] = [reply, self._connected]
+                await self._send(encode(message, id=id, frames=frames))
+                await asyncio.wait(again, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                if reply.done():
                     return reply.result()
+                took_s = time.monotonic() - began
+                if took_s > patience_s + STANDSTILL_S:
+                    ends += took_s
         finally:
             del self._waiting[id]
+        raise Unreachable(
+            f"no answer from the buffer at {self.address} to {type(message).__name__} within "
+            f"{deadline_s:g} s: is it running, and is network.buffer its address?"
+        )
+
+    async def _send(self, parts: list[bytes]) -> None:
+        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
+            await self._socket.send_multipart(parts)
+
+    async def _watch(self) -> None:
+        while True:
+            await self._monitor.recv_multipart()
+            self._connected.set_result(None)
+            self._connected = asyncio.Future()
 
     async def _read(self) -> None:
         while True:
@@ -138,6 +184,11 @@ class ThreadClient:
         self._thread.start()
         self._client: Client = self._run(self._make(address, hello)).result()
 
+    @property
+    def hello(self) -> Hello:
+        """See Client.hello."""
+        return self._client.hello
+
     def connect(self, *, deadline_s: float) -> Welcome:
         return self._run(self._client.connect(deadline_s=deadline_s)).result()
 
@@ -153,11 +204,23 @@ class ThreadClient:
         return self._run(self._client.call(message, frames=frames, deadline_s=deadline_s))
 
     def close(self) -> None:
-        self._run(self._client.close()).result(timeout=5)
+        """Calls that wait end with Unreachable. Safe to call twice."""
+        if self._loop.is_closed():
+            return
+        self._run(self._end()).result(timeout=CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=CLOSE_S)
+        self._loop.close()
 
-    def _run(self, coroutine: Any) -> Future[Any]:
+    async def _end(self) -> None:
+        await self._client.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._loop.is_closed():
+            coroutine.close()
+            raise Unreachable("the connection to the buffer was closed")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import threading
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -110,26 +111,145 @@ def test_a_request_that_waits_holds_up_no_other() -> None:
     run(main())
 
 
-def test_a_call_survives_a_server_that_restarts_on_its_port(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(transport, "RESEND_S", 0.3)
-    arrived = asyncio.Event()
+def test_requests_that_wait_are_sent_again_as_soon_as_the_server_is_back() -> None:
+    arrived: set[int] = set()
 
     async def never(peer: bytes, packet: Packet) -> Any:
-        arrived.set()
+        arrived.add(packet.id)
         await asyncio.sleep(60)
 
     async def main() -> None:
         first = Serving(never)
         async with first:
             client = Client(first.address, hello=HELLO)
-            call = asyncio.create_task(client.call(StatusRequest(), deadline_s=20))
-            await arrived.wait()
-        assert not call.done()
+            calls = [
+                asyncio.create_task(client.call(StatusRequest(), deadline_s=20)) for _ in range(3)
+            ]
+            while len(arrived) < 3:
+                await asyncio.sleep(0.01)
+        calls.append(asyncio.create_task(client.call(StatusRequest(), deadline_s=20)))
+        await asyncio.sleep(0.1)
+        assert not any(call.done() for call in calls)
         async with Serving(address=first.address):
-            assert (await call).message == Status(values={})
+            began = time.monotonic()
+            for call in calls:
+                assert (await call).message == Status(values={})
+            assert time.monotonic() - began < 2 < transport.RESEND_S
         await client.close()
+
+    run(main())
+
+
+def test_after_the_first_welcome_a_client_stays_with_its_run() -> None:
+    heard: list[str | None] = []
+
+    def of_run(run_id: str) -> Handler:
+        async def handle(peer: bytes, packet: Packet) -> Any:
+            match packet.message:
+                case Hello(run_id=wanted):
+                    heard.append(wanted)
+                    if wanted not in (None, run_id):
+                        return Refused(code="wrong_run", reason=f"{wanted} is not {run_id}")
+                    return Welcome(run_id=run_id, run_name="run", heartbeat_s=1.0, settings={})
+                case _ if heard[-1] == run_id or run_id == "a":
+                    return Ok()
+            return Refused(code="hello_first", reason="say hello first")
+
+        return handle
+
+    async def main() -> None:
+        first = Serving(of_run("a"))
+        async with first:
+            client = Client(first.address, hello=HELLO)
+            await client.connect(deadline_s=5)
+        async with Serving(of_run("b"), address=first.address):
+            with pytest.raises(RefusedError, match="a is not b") as refused:
+                await client.call(StatusRequest(), deadline_s=5)
+            assert refused.value.code == "wrong_run"
+        await client.close()
+
+    run(main())
+    assert heard[0] is None
+    assert heard[-1] == "a"
+
+
+def test_a_buffer_of_other_settings_is_refused_by_the_client_too_with_both_values() -> None:
+    async def other(peer: bytes, packet: Packet) -> Any:
+        return Welcome(run_id="r", run_name="run", heartbeat_s=1.0, settings={"group_size": "8"})
+
+    async def main() -> None:
+        async with Serving(other) as serving:
+            hello = HELLO.model_copy(update={"settings": {"group_size": "4", "engine": "scripted"}})
+            client = Client(serving.address, hello=hello)
+            with pytest.raises(RefusedError, match="group_size is 4 there, .* has 8") as refused:
+                await client.connect(deadline_s=5)
+            assert refused.value.code == "mismatch"
+            await client.close()
+
+    run(main())
+
+
+def test_a_process_that_stood_still_does_not_blame_the_buffer() -> None:
+    async def slow(peer: bytes, packet: Packet) -> Any:
+        await asyncio.sleep(0.3)
+        return Ok()
+
+    async def main() -> None:
+        async with Serving(slow) as serving:
+            client = Client(serving.address, hello=HELLO)
+            call = asyncio.create_task(client.call(StatusRequest(), deadline_s=0.8))
+            await asyncio.sleep(0.1)
+            time.sleep(2.2)  # as after SIGSTOP and SIGCONT
+            assert (await call).message == Ok()
+            await client.close()
+
+    run(main())
+
+
+class Link:
+    """A TCP line to `port` that can be cut: then nothing passes and nobody is told."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Link:
+        self._server = await asyncio.start_server(self._join, "127.0.0.1", 0)
+        self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+        for pump in self._pumps:
+            pump.cancel()
+
+    def cut(self) -> None:
+        """What goes over present connections is lost from now on; new ones are fine."""
+        for pump in self._pumps:
+            pump.cancel()
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        for source, target in ((reader, far_writer), (far_reader, writer)):
+            self._pumps.add(asyncio.create_task(self._pump(source, target)))
+
+    async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            target.write(data)
+
+
+def test_a_link_that_was_cut_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "PING_S", 0.1)
+
+    async def main() -> None:
+        async with Serving() as serving, Link(int(serving.address.rpartition(":")[2])) as link:
+            client = Client(link.address, hello=HELLO)
+            await client.connect(deadline_s=5)
+            link.cut()
+            began = time.monotonic()
+            await client.call(StatusRequest(), deadline_s=8)
+            assert time.monotonic() - began < 5 < transport.RESEND_S
+            await client.close()
 
     run(main())
 
@@ -244,15 +364,16 @@ def test_a_message_that_is_not_answered_returns_at_once_and_arrives() -> None:
 
     async def note(peer: bytes, packet: Packet) -> Any:
         seen.append(packet.message)
-        return None if isinstance(packet.message, Started) else Ok()
+        return None if isinstance(packet.message, Started) else await answer(peer, packet)
 
     async def main() -> None:
         started = Started(kind="train", group=[0, 1], attempt=0, version=3)
         async with Serving(note) as serving:
             client = Client(serving.address, hello=HELLO)
+            await client.connect(deadline_s=5)
             await client.send(started)
             await client.call(StatusRequest(), deadline_s=5)
-            assert seen == [started, StatusRequest()]
+            assert seen[1:] == [started, StatusRequest()]
             await client.close()
 
     run(main())
@@ -275,10 +396,15 @@ def test_a_thread_client_calls_from_code_without_an_event_loop() -> None:
     run(main())
 
 
-def test_a_client_closes_promptly_while_it_waits_for_a_dead_server() -> None:
+def test_closing_ends_the_calls_that_wait_for_a_dead_server_and_the_thread() -> None:
     client = ThreadClient("tcp://127.0.0.1:9", hello=HELLO)
     waiting = client.call_soon(StatusRequest(), deadline_s=60)
     began = time.monotonic()
     client.close()
-    assert time.monotonic() - began < 5
-    waiting.cancel()
+    client.close()
+    assert time.monotonic() - began < 1
+    with pytest.raises(Unreachable, match="was closed"):
+        waiting.result(timeout=1)
+    with pytest.raises(Unreachable, match="was closed"):
+        client.call(StatusRequest(), deadline_s=5)
+    assert not [thread for thread in threading.enumerate() if HELLO.member in thread.name]
