@@ -1,0 +1,176 @@
+"""The screen of `asyncrl-launch status`: from the values of a Status to something to print."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.report.reading import in_order
+
+SHOWN_LEASES = 5
+Values = dict[str, Any]
+
+
+def screen(values: Values) -> RenderableType:
+    """Everything on one screen, the most important first."""
+    parts: list[RenderableType] = [_head(values), _waiting(values), members_table(values)]
+    if values.get("leases"):
+        parts.append(leases_table(values))
+    return Group(*parts)
+
+
+def _head(values: Values) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column(overflow="fold")
+    for name, text in head_lines(values):
+        grid.add_row(name, Text(text))
+    return grid
+
+
+def head_lines(values: Values) -> list[tuple[str, str]]:
+    """Run, progress, staleness, reward, speed and prompts, a line each."""
+    speeds = {role: tokens_per_s(values, role) for role in ("learner", "generator")}
+    lines = [
+        ("step", progress_text(values)),
+        ("weights", weights_text(values)),
+        ("staleness", staleness_text(values)),
+        ("reward", reward_text(values)),
+        (
+            "tokens/s",
+            f"generators {speeds['generator']:,.0f}, learner {speeds['learner']:,.0f}",
+        ),
+        ("prompts", prompts_text(values)),
+    ]
+    return [("run", str(values["run"])), *lines] if values.get("run") else lines
+
+
+def progress_text(values: Values) -> str:
+    limit = values.get("max_steps")
+    return f"{values['version']}{f' of {limit}' if limit else ''} trained"
+
+
+def weights_text(values: Values) -> str:
+    behind = values["version"] - values["published"]
+    late = f", {behind} behind" if behind > 0 else ""
+    return f"version {values['version']}, published {values['published']}{late}"
+
+
+def staleness_text(values: Values) -> str:
+    """The bound, and how old the trained tokens were so far."""
+    tokens = {int(age): count for age, count in values.get("staleness", {}).items()}
+    total = sum(tokens.values())
+    bound = f"bound {values['max_staleness']}"
+    if not total:
+        return f"{bound}, nothing trained yet"
+    mean = sum(age * count for age, count in tokens.items()) / total
+    parts = ", ".join(f"{age}: {count / total:.0%}" for age, count in sorted(tokens.items()))
+    return f"{bound}, so far mean {mean:.2f}, max {max(tokens)} ({parts} of {total:,} tokens)"
+
+
+def reward_text(values: Values) -> str:
+    reward = values.get("reward_mean")
+    text = (
+        "no group has come in yet" if reward is None else f"{reward:.3f}, mean of the last groups"
+    )
+    evals = values.get("evals") or []
+    if evals and "accuracy" in evals[-1]:
+        newest = evals[-1]
+        text += f"; held-out accuracy {newest['accuracy']:.3f} at version {newest['version']}"
+    return text
+
+
+def prompts_text(values: Values) -> str:
+    counts = in_order(values["counts"])
+    parts = " + ".join(f"{count} {state}" for state, count in counts.items())
+    return f"{values['admitted']} issued" + (f" = {parts}" if parts else "")
+
+
+def tokens_per_s(values: Values, role: str) -> float:
+    """Of all members of a role together."""
+    those = [m for m in values["members"] if m["role"] == role]
+    return sum(float(m.get("tokens_per_s") or 0.0) for m in those)
+
+
+def _waiting(values: Values) -> Text:
+    if values.get("ended"):
+        how = "failed" if values.get("failed") else "has ended"
+        return Text(f"\nthe run {how}: {values['ended']}\n", style="bold")
+    waited = values.get("waiting_s")
+    since = f" (for {short(waited)})" if waited else ""
+    return Text(f"\nwaiting for: {values.get('waiting_for') or 'nothing'}{since}\n", style="bold")
+
+
+def members_table(values: Values) -> Table:
+    """One row for each process that has ever joined."""
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
+    table.add_column("member", no_wrap=True)
+    table.add_column("where")
+    table.add_column("state", overflow="fold")
+    for name in ("since", "version", "behind", "tokens/s", "leases", "heard"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for member in values["members"]:
+        style = "" if member["alive"] else "red"
+        table.add_row(*member_cells(member, values), style=style)
+    if not values["members"]:
+        table.add_row("nobody has joined")
+    return table
+
+
+def member_cells(member: Values, values: Values) -> list[str]:
+    """The cells of one row, in the order of the columns."""
+    newest = values["published"] if member["role"] == "generator" else values["version"]
+    leases = member.get("leases")
+    if leases is None:
+        leases = sum(lease["member"] == member["name"] for lease in values.get("leases", []))
+    is_generator = member["role"] == "generator"
+    state = member["state"] if member["alive"] or member["state"] in ("dead", "left") else "dead"
+    return [
+        member["name"],
+        f"{member['host']}:{member['pid']}",
+        state,
+        short(member.get("state_s")),
+        str(member["version"]),
+        str(max(0, newest - member["version"])),
+        f"{member['tokens_per_s']:,.0f}",
+        str(leases) if is_generator else "",
+        f"{short(member['last_seen_s'])} ago",
+    ]
+
+
+def leases_table(values: Values) -> Table:
+    """The oldest groups in hand."""
+    leases = sorted(values["leases"], key=lambda lease: -lease["age_s"])
+    table = Table(
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        title=f"\noldest of {len(leases)} leases",
+        title_justify="left",
+        title_style="dim",
+    )
+    for name in ("group", "attempt", "at", "for", ""):
+        table.add_column(name, no_wrap=name != "at")
+    for lease in leases[:SHOWN_LEASES]:
+        begun = "generating" if lease["started"] else "not started"
+        table.add_row(
+            lease["group"], str(lease["attempt"]), lease["member"], short(lease["age_s"]), begun
+        )
+    return table
+
+
+def short(seconds: float | None) -> str:
+    """As `0.4 s`, `42 s`, `3:07 min` or `2:05 h`; empty for None."""
+    if seconds is None:
+        return ""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 100:
+        return f"{whole} s"
+    if whole < 6000:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"

@@ -1,0 +1,174 @@
+"""The records of a run directory. Nothing is locked or written, so the run may go on meanwhile.
+
+Directories of runs that failed early lack some of the files, and journals of other versions of
+asyncrl some of the columns: what is not there is empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from asyncrl.config.fields import nearest
+from asyncrl.config.yaml_text import YamlError, parse
+from asyncrl.journal_tables import BeatRow, EvalRow, GroupRow, PayloadRef, StepRow
+from asyncrl.run_dir import RunDir
+
+Record = dict[str, Any]
+Row = TypeVar("Row", bound=NamedTuple)
+
+RUNS = Path("runs")
+"""Where runs lie unless output_dir says otherwise: a name alone is looked up here."""
+_STATES = (
+    *("trained", "assigned", "ready", "leased", "waiting"),
+    *("filtered", "quarantined", "dropped", "cancelled", "not_issued"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecords:
+    """One look at a run directory."""
+
+    path: Path
+    config: Record
+    """config.yaml as it stands there; empty when there is none."""
+    meta: dict[str, str]
+    groups: list[GroupRow]
+    """In order of admission."""
+    steps: list[StepRow]
+    evals: list[EvalRow]
+    beats: list[BeatRow]
+    """In order of time."""
+    metrics: list[Record]
+    """Records of metrics.jsonl in the order of the file."""
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def fates(self) -> dict[str, int]:
+        """Prompts by state; after the end they add up to what the data holds."""
+        counts = Counter(group.state for group in self.groups)
+        counts["not_issued"] = int(self.meta.get("not_issued", 0))
+        return in_order({state: count for state, count in counts.items() if count})
+
+    @property
+    def committed(self) -> int:
+        """Highest version ever committed."""
+        return int(self.meta.get("committed", 0))
+
+    def setting(self, key: str) -> Any:
+        """A value of the configuration by its dotted key; None where there is none."""
+        value: Any = self.config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+    def payload(self, group: GroupRow) -> bytes | None:
+        """The stored group (wire.encode_group); None when it is deleted, or never came."""
+        if group.segment is None or group.offset is None or group.length is None:
+            return None
+        ref = PayloadRef(group.segment, group.offset, group.length)
+        try:
+            with (self.path / "segments" / f"{ref.segment:06d}").open("rb") as file:
+                data = os.pread(file.fileno(), ref.length, ref.offset)
+        except FileNotFoundError:
+            return None
+        return data if len(data) == ref.length else None
+
+
+def find_run(name: str) -> Path:
+    """The run directory that `name` is, or the one of that name in runs/. Raises ValueError."""
+    for path in (Path(name), RUNS / name):
+        if any((path / file).is_file() for file in ("config.yaml", "journal.sqlite")):
+            return path
+    here = [path.name for path in RUNS.iterdir()] if RUNS.is_dir() else []
+    raise ValueError(
+        f"{name}: neither a run directory (it would hold config.yaml) nor the name of one in "
+        f"{RUNS}/{nearest(name, here)}"
+    )
+
+
+def read_run(path: Path) -> RunRecords:
+    """Everything. Raises ValueError, naming the file, for one that cannot be read."""
+    run_dir = RunDir(path)
+    journal = path / "journal.sqlite"
+    tables = _Tables(journal)
+    try:
+        config = parse(run_dir.config.read_text()).value if run_dir.config.exists() else {}
+    except (YamlError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{run_dir.config} cannot be read: {error}") from None
+    return RunRecords(
+        path=path,
+        config=config if isinstance(config, dict) else {},
+        meta=tables.meta,
+        groups=sorted(tables.rows("groups", GroupRow)),
+        steps=sorted(tables.rows("steps", StepRow)),
+        evals=sorted(tables.rows("evals", EvalRow)),
+        beats=sorted(tables.rows("beats", BeatRow)),
+        metrics=read_metrics(run_dir.metrics),
+    )
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The records of a metrics file. Lines that a killed writer left torn are passed over."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record:
+            records.append(record)
+    return records
+
+
+def in_order(counts: Mapping[str, int]) -> dict[str, int]:
+    """Counts by state, in the order of a prompt's life, fates without training last."""
+    return {state: counts[state] for state in sorted(counts, key=_place)}
+
+
+def _place(state: str) -> tuple[int, str]:
+    return (_STATES.index(state) if state in _STATES else len(_STATES), state)
+
+
+class _Tables:
+    """All tables of a journal at one moment; none where there is no journal."""
+
+    def __init__(self, path: Path) -> None:
+        self._rows: dict[str, list[Record]] = {}
+        if not path.is_file():
+            return
+        try:
+            database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+            database.row_factory = sqlite3.Row
+            try:
+                self._read(database)
+            finally:
+                database.close()
+        except sqlite3.Error as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
+
+    @property
+    def meta(self) -> dict[str, str]:
+        return {row["key"]: row["value"] for row in self._rows.get("meta", [])}
+
+    def rows(self, table: str, kind: type[Row]) -> list[Row]:
+        """Rows as the named tuple `kind`; None for a column that this journal lacks."""
+        rows = self._rows.get(table, [])
+        return [kind._make(row.get(name) for name in kind._fields) for row in rows]
+
+    def _read(self, database: sqlite3.Connection) -> None:
+        database.execute("BEGIN")  # one snapshot for all tables
+        there = database.execute("SELECT name FROM sqlite_master WHERE type='table'").fetchall()
+        for (table,) in there:
+            self._rows[table] = [dict(row) for row in database.execute(f"SELECT * FROM {table}")]

@@ -1,0 +1,157 @@
+"""A run as series of numbers: one point for each step, however often it was trained again."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from asyncrl.report.reading import Record, RunRecords
+
+PAUSE_S = 120.0
+"""A longer stretch in which no process was heard of is cut out of the clock of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """One step: what the learner and the buffer recorded of it."""
+
+    step: int
+    at: float
+    """When it had been trained, seconds since the epoch."""
+    values: Record
+    """Names and values as in metrics.jsonl."""
+
+    def number(self, name: str) -> float | None:
+        """None where the record lacks it, or where it was not finite."""
+        value = self.values.get(name)
+        return float(value) if isinstance(value, int | float) else None
+
+    @property
+    def staleness(self) -> dict[int, float]:
+        """Trained tokens by staleness."""
+        prefix = "staleness/tokens_"
+        return {
+            int(name.removeprefix(prefix)): float(count)
+            for name, count in self.values.items()
+            if name.startswith(prefix)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPoint:
+    """One evaluation of one version."""
+
+    version: int
+    at: float
+    accuracy: float
+
+
+def trained_steps(run: RunRecords) -> list[TrainedStep]:
+    """The steps of metrics.jsonl in order, each once.
+
+    Of a step that was trained several times it is the last one that was not a replay: a replay
+    gives the same numbers later.
+    """
+    buffer = {step.step: _values(step.record, "buffer") for step in run.steps}
+    for record in run.metrics:
+        if "buffer/num_arrived" in record:
+            buffer.setdefault(record["step"], record)
+    chosen: dict[int, Record] = {}
+    for record in run.metrics:
+        if "time/step_s" in record and not (record["step"] in chosen and is_replay(record)):
+            chosen[record["step"]] = record
+    return [
+        TrainedStep(step, chosen[step]["time"], {**buffer.get(step, {}), **chosen[step]})
+        for step in sorted(chosen)
+    ]
+
+
+def evaluations(run: RunRecords) -> list[EvalPoint]:
+    """Evaluations that gave an accuracy, by version. Each counts once, as it was first recorded."""
+    found: dict[int, EvalPoint] = {}
+    for record in run.metrics:
+        accuracy = record.get("eval/accuracy")
+        if isinstance(accuracy, int | float):
+            version = int(record["step"])
+            found.setdefault(version, EvalPoint(version, record["time"], accuracy))
+    return [found[version] for version in sorted(found)]
+
+
+def is_replay(record: Record) -> bool:
+    """Whether a step's record is of a learner that was catching up after a restart."""
+    return bool(record.get("train/replayed"))
+
+
+class RunClock:
+    """Seconds since a run began, without the pauses in which none of its processes was there."""
+
+    def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
+        """`spans`: (from, to) in seconds since the epoch, in which a process was at work."""
+        self._pieces: list[tuple[float, float, float]] = []  # from, to, seconds of the run at from
+        self.resumed_at: list[float] = []
+        """Seconds of the run at which a pause was cut out."""
+        position = 0.0
+        for begin, end in _merged(spans):
+            if self._pieces:
+                self.resumed_at.append(position)
+            self._pieces.append((begin, end, position))
+            position += end - begin
+        self.total_s = position
+
+    def seconds(self, at: float) -> float:
+        """The clock of the run at a time of day; during a pause it stands still."""
+        seconds = 0.0
+        for begin, end, position in self._pieces:
+            if at >= begin:
+                seconds = position + min(at, end) - begin
+        return seconds
+
+
+def run_clock(run: RunRecords) -> RunClock:
+    """The clock of a run, from the times in its metrics and of its beats."""
+    spans = []
+    for record in run.metrics:
+        took = record.get("time/step_s") or record.get("eval/duration_s") or 0.0
+        spans.append((record["time"] - took, record["time"]))
+    last: dict[str, float] = {}
+    for beat in run.beats:
+        age = sum(json.loads(beat.seconds).values())
+        spans.append((last.get(beat.member, beat.at - age), beat.at))
+        last[beat.member] = beat.at
+    return RunClock(spans)
+
+
+def smoothed(values: Sequence[float | None], *, window: int) -> list[float | None]:
+    """The mean of the last `window` values at each point; None until there is one."""
+    result: list[float | None] = []
+    for i in range(len(values)):
+        near = [v for v in values[max(0, i - window + 1) : i + 1] if v is not None]
+        result.append(sum(near) / len(near) if near else None)
+    return result
+
+
+def tokens_by_staleness(steps: Iterable[TrainedStep]) -> dict[int, float]:
+    """Trained tokens of all steps together."""
+    total: defaultdict[int, float] = defaultdict(float)
+    for step in steps:
+        for age, count in step.staleness.items():
+            total[age] += count
+    return dict(sorted(total.items()))
+
+
+def _values(record: str, name: str) -> Record:
+    """Values of a record of the buffer, named as the learner writes them to metrics.jsonl."""
+    return {f"{name}/{key}": value for key, value in json.loads(record)["values"].items()}
+
+
+def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans that overlap or lie within PAUSE_S of each other as one."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if merged and begin - merged[-1][1] <= PAUSE_S:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged

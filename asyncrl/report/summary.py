@@ -1,0 +1,194 @@
+"""A run in a few numbers: what it was, how it ended, where the prompts and the time went."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from asyncrl.report.reading import RunRecords, in_order
+from asyncrl.report.series import (
+    EvalPoint,
+    RunClock,
+    TrainedStep,
+    evaluations,
+    run_clock,
+    tokens_by_staleness,
+    trained_steps,
+)
+from asyncrl.report.timeline import Lane, lanes
+
+
+class Line(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    value: str
+
+
+class RunFacts(NamedTuple):
+    """A run with everything that is computed from its records once."""
+
+    run: RunRecords
+    clock: RunClock
+    steps: list[TrainedStep]
+    evals: list[EvalPoint]
+    lanes: list[Lane]
+
+
+def gather(run: RunRecords) -> RunFacts:
+    clock = run_clock(run)
+    return RunFacts(run, clock, trained_steps(run), evaluations(run), lanes(run, clock))
+
+
+def headline(facts: RunFacts) -> list[Line]:
+    """The few numbers that come first."""
+    steps, evals = facts.steps, facts.evals
+    rewards = [r for step in steps if (r := step.number("buffer/reward_mean")) is not None]
+    lines = [Line("steps", _steps(facts)), Line("wall time", duration(facts.clock.total_s))]
+    if rewards:
+        lines.append(Line("training reward", f"{rewards[0]:.3f} → {rewards[-1]:.3f}"))
+    if evals:
+        values = [f"{point.accuracy:.3f}" for point in (evals[0], evals[-1])[: len(evals)]]
+        lines.append(Line("held-out accuracy", " → ".join(values)))
+    if steps:
+        lines.append(Line("staleness", staleness_text(facts)))
+    lines += [Line(f"{name} waited", f"{share:.0%}") for name, share in waiting_shares(facts)]
+    return lines
+
+
+def table(facts: RunFacts) -> list[Line]:
+    """The summary in full; a line that a run gives no number for is left out."""
+    run, steps = facts.run, facts.steps
+    lines = [
+        Line("run", str(run.path.resolve())),
+        Line("outcome", outcome(run)),
+        Line("model", str(run.setting("model.path"))),
+        Line("algorithm", str(run.setting("algorithm"))),
+        Line(
+            "a step",
+            f"{run.setting('prompts_per_step')} prompts, "
+            f"{run.setting('group_size')} responses each",
+        ),
+        Line("max_staleness", bounds(run)),
+        Line("steps", _steps(facts)),
+        Line("prompts by fate", fates_text(run.fates)),
+    ]
+    if run.metrics:
+        begin = min(record["time"] for record in run.metrics)
+        lines.append(
+            Line("first record", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begin)))
+        )
+        lines.append(Line("lives of the learner", str(_num_lives(run))))
+    if facts.clock.total_s:
+        lines.append(Line("wall time, pauses left out", duration(facts.clock.total_s)))
+    if steps:
+        lines += _step_lines(facts)
+    lines += [
+        Line(f"held-out accuracy, version {point.version}", f"{point.accuracy:.3f}")
+        for point in (facts.evals[:1] + facts.evals[1:][-1:])
+    ]
+    lines += [Line(f"{name} waited", f"{share:.1%}") for name, share in waiting_shares(facts)]
+    return lines
+
+
+def outcome(run: RunRecords) -> str:
+    """How the run ended, as far as its journal knows."""
+    reason = run.meta.get("ended", "")
+    if reason:
+        return f"{'failed' if run.meta.get('failed') == 'True' else 'ended'}: {reason}"
+    max_steps = run.setting("max_steps")
+    if isinstance(max_steps, int) and run.committed >= max_steps:
+        return f"all {max_steps} steps of max_steps are trained"
+    if run.committed == 0:
+        return "no step was trained"
+    return f"not at its end: {run.committed} steps are trained"
+
+
+def fates_text(fates: dict[str, int]) -> str:
+    """As `60 = 48 trained + 12 filtered`."""
+    if not fates:
+        return "none were issued"
+    parts = [f"{count} {state.replace('_', ' ')}" for state, count in in_order(fates).items()]
+    return f"{sum(fates.values())} = {' + '.join(parts)}"
+
+
+def staleness_text(facts: RunFacts) -> str:
+    """Mean and maximum over all trained tokens, with the bound."""
+    tokens = tokens_by_staleness(facts.steps)
+    total = sum(tokens.values())
+    if not total:
+        return "no trained tokens"
+    mean = sum(age * count for age, count in tokens.items()) / total
+    highest = max(age for age, count in tokens.items() if count)
+    return f"mean {mean:.2f}, max {highest} of {bounds(facts.run)}"
+
+
+def bounds(run: RunRecords) -> str:
+    """max_staleness; all of its values where it changed on resuming."""
+    used = list(dict.fromkeys(step.max_staleness for step in run.steps))
+    return ", then ".join(map(str, used)) if used else str(run.setting("max_staleness"))
+
+
+def waiting_shares(facts: RunFacts) -> list[tuple[str, float]]:
+    """Part of its time in which a process waited, for the learner and all generators together."""
+    learner = [lane for lane in facts.lanes if lane.name == "learner"]
+    generators = [lane for lane in facts.lanes if lane.name != "learner"]
+    found = [("learner", _share(learner)), ("generators", _share(generators))]
+    return [(name, share) for name, share in found if share is not None]
+
+
+def duration(seconds: float) -> str:
+    """As `42 s`, `3 min 07 s` or `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _step_lines(facts: RunFacts) -> list[Line]:
+    steps = facts.steps
+    lines = [Line("staleness of trained tokens", staleness_text(facts))]
+    medians: list[tuple[str, str, Callable[[float], str]]] = [
+        ("time/step_s", "median step", "{:.1f} s".format),
+        ("time/wait_batch_s", "median wait for a batch", "{:.1f} s".format),
+        ("train/tokens_per_s", "median speed of the learner", "{:,.0f} tokens/s".format),
+        (
+            "buffer/generator_tokens_per_s",
+            "median speed of the generators",
+            "{:,.0f} tokens/s".format,
+        ),
+    ]
+    for name, title, form in medians:
+        values = _numbers(steps, name)
+        if values:
+            lines.append(Line(title, form(statistics.median(values))))
+    trained = sum(_numbers(steps, "train/num_tokens"))
+    lines.append(Line("tokens trained, with prompts", f"{trained:,.0f}"))
+    skipped = sum(_numbers(steps, "train/skipped"))
+    if skipped:
+        lines.append(Line("steps skipped, loss or gradient not finite", f"{skipped:.0f}"))
+    return lines
+
+
+def _numbers(steps: Iterable[TrainedStep], name: str) -> list[float]:
+    return [value for step in steps if (value := step.number(name)) is not None]
+
+
+def _steps(facts: RunFacts) -> str:
+    max_steps = facts.run.setting("max_steps")
+    done = facts.steps[-1].step + 1 if facts.steps else facts.run.committed
+    return f"{done} of {max_steps}" if max_steps else str(done)
+
+
+def _num_lives(run: RunRecords) -> int:
+    return max(int(record.get("attempt", 1)) for record in run.metrics)
+
+
+def _share(those: Sequence[Lane]) -> float | None:
+    seconds = [lane.seconds for lane in those]
+    total = sum(sum(each.values()) for each in seconds)
+    return sum(each.get("wait", 0.0) for each in seconds) / total if total else None

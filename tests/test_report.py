@@ -1,0 +1,259 @@
+"""The report's numbers: a run directory with known content, and directories of runs that failed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_records import (
+    BEGAN,
+    BOUND,
+    PAUSE_S,
+    REWARDS,
+    STALENESS,
+    STEP_S,
+    STEPS,
+    buffer_values,
+    write_run,
+)
+
+from asyncrl.journal import Journal
+from asyncrl.report.page import write_report
+from asyncrl.report.reading import find_run, read_metrics, read_run
+from asyncrl.report.samples import choose
+from asyncrl.report.series import evaluations, run_clock, smoothed, trained_steps
+from asyncrl.report.summary import fates_text, gather, headline, outcome, table
+from asyncrl.report.timeline import Lane, Span, lanes, shares
+
+PICTURES = ["reward", "staleness", "throughput", "timeline"]
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Path:
+    return write_run(tmp_path)
+
+
+def test_every_step_counts_once_at_the_time_it_was_first_trained(known: Path) -> None:
+    steps = trained_steps(read_run(known))
+    assert [step.step for step in steps] == list(range(STEPS))
+    resumed = [PAUSE_S if step >= 4 else 0.0 for step in range(STEPS)]
+    assert [step.at for step in steps] == [
+        BEGAN + STEP_S * (step + 1) + resumed[step] for step in range(STEPS)
+    ]
+    assert [step.number("buffer/reward_mean") for step in steps] == REWARDS
+    assert [step.staleness for step in steps] == [{age: 24.0} for age in STALENESS]
+
+
+def test_a_step_that_was_trained_anew_after_a_fork_replaces_the_first(known: Path) -> None:
+    again = {"step": 3, "time": BEGAN + PAUSE_S + 99, "attempt": 3, "time/step_s": 1.0}
+    with (known / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps(again | {"train/replayed": 0.0}) + "\n")
+    steps = trained_steps(read_run(known))
+    assert [step.step for step in steps] == list(range(STEPS))
+    assert steps[3].at == BEGAN + PAUSE_S + 99
+
+
+def test_buffer_numbers_of_a_step_come_from_metrics_where_the_journal_lacks_it(known: Path) -> None:
+    (known / "journal.sqlite").unlink()
+    steps = trained_steps(read_run(known))
+    assert [step.number("buffer/reward_mean") for step in steps] == REWARDS
+
+
+def test_evaluations_count_once(known: Path) -> None:
+    lines = (known / "metrics.jsonl").read_text().splitlines()
+    (known / "metrics.jsonl").write_text("\n".join([*lines, lines[0]]))
+    points = evaluations(read_run(known))
+    assert [(point.version, point.accuracy) for point in points] == [(0, 0.25), (6, 0.75)]
+
+
+def test_the_runs_clock_leaves_out_the_pause_and_nothing_else(known: Path) -> None:
+    clock = run_clock(read_run(known))
+    assert clock.seconds(BEGAN) == 0
+    assert clock.seconds(BEGAN + 25) == 25
+    assert len(clock.resumed_at) == 1
+    [resumed] = clock.resumed_at
+    assert clock.seconds(BEGAN + 1800) == resumed
+    assert clock.seconds(BEGAN + PAUSE_S + 30) == pytest.approx(resumed + 10)
+    assert clock.total_s < 150
+
+
+def test_shares_of_a_process_add_up_to_one_where_it_was_there() -> None:
+    lane = Lane("it", [Span(0, 10, {"work": 4, "wait": 6}), Span(20, 25, {"work": 5})])
+    parts = shares(lane, np.linspace(0, 30, 7))
+    total = np.sum(list(parts.values()), axis=0)
+    assert total.tolist() == pytest.approx([1, 1, 0, 0, 1, 0])
+    assert parts["wait"].tolist() == pytest.approx([0.6, 0.6, 0, 0, 0, 0])
+    uneven = shares(lane, np.array([0.0, 7.0, 30.0]))
+    assert uneven["wait"] * np.array([7, 23]) == pytest.approx([4.2, 1.8])
+
+
+def test_time_of_each_process_is_that_of_its_records_and_beats(known: Path) -> None:
+    run = read_run(known)
+    found = {lane.name: lane.seconds for lane in lanes(run, run_clock(run))}
+    assert list(found) == ["learner", "generator-0", "generator-1"]
+    assert found["learner"] == pytest.approx({"wait": 32, "work": 30, "replay": 10, "weights": 8})
+    assert found["generator-0"] == pytest.approx({"start": 10, "work": 42, "wait": 18})
+    assert found["generator-1"] == pytest.approx({"start": 5, "work": 21, "wait": 9})
+
+
+def test_two_processes_of_one_name_that_live_together_have_a_row_each(known: Path) -> None:
+    run = read_run(known)
+    beats = [
+        beat._replace(member=beat.member.replace("generator-1-", "generator-0-"))
+        for beat in run.beats
+    ]
+    twins = {lane.name for lane in lanes(read_run(known), run_clock(run))}
+    assert twins == {"learner", "generator-0", "generator-1"}
+    object.__setattr__(run, "beats", beats)
+    assert {lane.name for lane in lanes(run, run_clock(run))} == {
+        *("learner", "generator-0", "generator-0-cccc")
+    }
+
+
+def test_fates_add_up_to_what_the_data_holds(known: Path) -> None:
+    fates = read_run(known).fates
+    assert list(fates.items()) == [
+        *(("trained", 12), ("filtered", 2), ("quarantined", 1), ("not_issued", 5))
+    ]
+    assert fates_text(fates) == "20 = 12 trained + 2 filtered + 1 quarantined + 5 not issued"
+
+
+def test_the_summary_says_what_the_records_say(known: Path) -> None:
+    facts = gather(read_run(known))
+    lines = dict(table(facts))
+    assert lines["steps"] == "6 of 6"
+    assert lines["outcome"] == "all 6 steps of max_steps are trained"
+    assert lines["staleness of trained tokens"] == "mean 1.00, max 2 of 2"
+    assert lines["median step"] == "10.0 s"
+    assert lines["median wait for a batch"] == "4.0 s"
+    assert lines["lives of the learner"] == "2"
+    assert lines["tokens trained, with prompts"] == "600"
+    assert lines["learner waited"] == "40.0%"
+    top = dict(headline(facts))
+    assert top["training reward"] == "0.100 → 0.600"
+    assert top["held-out accuracy"] == "0.250 → 0.750"
+
+
+def test_a_bound_that_changed_on_resuming_is_told_in_order(known: Path) -> None:
+    journal = Journal(known)
+    journal._database.execute("UPDATE steps SET max_staleness=4 WHERE step>3")
+    journal.close()
+    assert dict(table(gather(read_run(known))))["max_staleness"] == "2, then 4"
+
+
+def test_samples_show_each_kind_of_fate_once_or_twice(known: Path) -> None:
+    titles = [sample.title for sample in choose(read_run(known))]
+    assert titles == [
+        *["best of the last steps"] * 2,
+        *["worst of the last steps"] * 2,
+        *["oldest of the last steps"] * 2,
+        *["filtered: all rewards are 0"] * 2,
+        "quarantined: failed 3 times",
+    ]
+    best, *_ = choose(read_run(known))
+    assert best.rollout is not None
+    assert best.rollout.reward == 1.0
+
+
+def test_the_page_holds_the_numbers_and_the_pictures(known: Path) -> None:
+    page = write_report(known)
+    html = page.read_text()
+    assert page == known / "report" / "report.html"
+    assert [file.stem for file in sorted(page.parent.glob("*.png"))] == PICTURES
+    assert html.count("<img ") == len(PICTURES)
+    assert "20 = 12 trained + 2 filtered + 1 quarantined + 5 not issued" in html
+    assert "0.100 → 0.600" in html
+    assert not re.search(r"""(?:src|href|url)\s*[=(]\s*["']?(?!data:)\w""", html)
+
+
+def test_what_a_model_wrote_is_text_on_the_page_and_not_html(known: Path) -> None:
+    (known / "config.yaml").write_text("algorithm: <script>alert(1)</script>\n")
+    html = write_report(known).read_text()
+    assert "<script" not in html
+    assert "&lt;script&gt;alert(1)" in html
+
+
+def test_a_run_without_a_step_has_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "early"
+    path.mkdir()
+    (path / "config.yaml").write_text("max_steps: 3\n")
+    html = write_report(path).read_text()
+    assert "no step was trained" in html
+    assert "<img" not in html
+    Journal(path).close()
+    (path / "metrics.jsonl").write_text('{"step": 0, "torn')
+    assert "0 of 3" in write_report(path).read_text()
+
+
+def test_a_run_that_was_only_evaluated_has_a_picture_of_it(known: Path) -> None:
+    first, *_ = (known / "metrics.jsonl").read_text().splitlines()
+    (known / "metrics.jsonl").write_text(first + "\n")
+    write_report(known)
+    assert (known / "report" / "reward.png").stat().st_size > 0
+
+
+def test_many_steps_and_many_processes_can_be_drawn(known: Path) -> None:
+    lines = []
+    for step in range(300):
+        values = {f"buffer/{name}": value for name, value in buffer_values(0).items()}
+        at = BEGAN + step
+        record = {"step": step, "time": at, "attempt": 1, "time/step_s": 1.0, "time/start_s": 1.0}
+        lines.append(json.dumps(record | values | {"staleness/tokens_1": 3.0}))
+    (known / "metrics.jsonl").write_text("\n".join(lines))
+    journal = Journal(known)
+    beats = read_run(known).beats[:3]
+    for i in range(20):
+        for beat in beats:
+            named = beat._replace(member=f"generator-{i}-ffff")
+            journal._database.execute("INSERT INTO beats VALUES(?,?,?,?,?,?,?)", named)
+    journal.close()
+    assert len(gather(read_run(known)).lanes) >= 20
+    write_report(known)
+
+
+def test_a_journal_that_is_damaged_is_named_in_one_message(known: Path) -> None:
+    (known / "journal.sqlite").write_bytes(b"not a database" * 100)
+    with pytest.raises(ValueError, match=r"journal\.sqlite cannot be read"):
+        read_run(known)
+
+
+def test_a_journal_of_an_earlier_version_can_be_read(known: Path) -> None:
+    journal = Journal(known)
+    journal._database.executescript(
+        "DROP TABLE beats; ALTER TABLE groups DROP COLUMN leased_at; "
+        "ALTER TABLE steps DROP COLUMN at;"
+    )
+    journal.close()
+    run = read_run(known)
+    assert run.groups[0].leased_at is None
+    assert [step.max_staleness for step in run.steps] == [BOUND] * STEPS
+    write_report(known)
+
+
+def test_a_run_is_found_by_name_and_a_near_name_is_told(
+    known: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (known.parent / "runs").mkdir()
+    known.rename(known.parent / "runs" / "known")
+    monkeypatch.chdir(known.parent)
+    assert find_run("known") == Path("runs/known")
+    with pytest.raises(ValueError, match="did you mean 'known'"):
+        find_run("knwon")
+
+
+def test_a_run_in_the_middle_is_not_called_ended(known: Path) -> None:
+    journal = Journal(known)
+    journal._database.execute("UPDATE meta SET value='4' WHERE key='committed'")
+    journal.close()
+    assert outcome(read_run(known)) == "not at its end: 4 steps are trained"
+
+
+def test_moving_means_pass_over_what_is_missing() -> None:
+    assert smoothed([None, 1.0, None, 3.0, 5.0], window=2) == [None, 1.0, 1.0, 3.0, 4.0]
+
+
+def test_torn_lines_of_metrics_are_passed_over(known: Path) -> None:
+    assert len(read_metrics(known / "metrics.jsonl")) == 2 * 8 + 2
