@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
@@ -39,14 +40,10 @@ def become_buffer(path: Path, overrides: Sequence[str]) -> NoReturn:
     config = check_run(load_config(path, overrides))
     with open_run_dir(config, config_name=path.stem) as (run_dir, config):
         address = Address.parse(config.network.buffer)
-        if address.port:
+        if address.port:  # else one that goes on comes back where the others look for it
             run_dir.buffer_address.unlink(missing_ok=True)
         save_resolved(config, run_dir.config)
-        _say(f"run directory {run_dir.path}")
-        at = str(address) if address.port else f"$(cat {run_dir.buffer_address})"
-        _say(f"listens on {at}. On this machine, join it with")
-        for role in ("learner", "generator"):
-            _say(f"    asyncrl-launch {role} {path} --connect {at}")
+        _say_where(run_dir, address, [str(path), *overrides])
         _become(role_command("buffer", str(run_dir.config)), {})
 
 
@@ -78,6 +75,16 @@ def become_generator(
     arguments = (str(run_dir.config_of(name)), "--connect", config.network.buffer, "--name", name)
     environment = {} if visible_gpus() else _environment(config, 1)
     _become(role_command("generators", *arguments), environment)
+
+
+def _say_where(run_dir: RunDir, address: Address, arguments: Sequence[str]) -> None:
+    """Where the buffer listens, and how others join it from this machine."""
+    at = str(address) if address.port else f"$(cat {shlex.quote(str(run_dir.buffer_address))})"
+    same = shlex.join(text for text in arguments if not text.startswith("network.buffer="))
+    _say(f"run directory {run_dir.path}")
+    _say(f"the buffer listens on {at}; join it with")
+    for role in ("learner", "generator"):
+        _say(f"    asyncrl-launch {role} {same} --connect {at}")
 
 
 def _load(path: Path, overrides: Sequence[str], connect: str | None) -> Config:
