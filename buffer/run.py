@@ -253,6 +253,7 @@ class Run:
             "staleness": self.tally.staleness_json(),
             "not_issued": str(not_issued),
             "engine": self.engine,
+            "end": self.end.model_dump_json() if self.end else "",
         }
 
     def _assign(self, now: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from run_records import (
 )
 
 from asyncrl.journal import Journal
+from asyncrl.journal_tables import Change
+from asyncrl.messages import End
 from asyncrl.report.page import write_report
 from asyncrl.report.reading import find_run, read_metrics, read_run
 from asyncrl.report.samples import choose
@@ -133,7 +136,7 @@ def test_the_summary_says_what_the_records_say(known: Path) -> None:
     assert lines["tokens trained, with prompts"] == "600"
     assert lines["learner waited"] == "40.0%"
     top = dict(headline(facts))
-    assert top["training reward"] == "0.100 → 0.600"
+    assert top["training reward, first and last step"] == "0.100 → 0.600"
     assert top["held-out accuracy"] == "0.250 → 0.750"
 
 
@@ -249,6 +252,24 @@ def test_a_run_in_the_middle_is_not_called_ended(known: Path) -> None:
     journal._database.execute("UPDATE meta SET value='4' WHERE key='committed'")
     journal.close()
     assert outcome(read_run(known)) == "not at its end: 4 steps are trained"
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ({"reason": "data exhausted after 6 steps"}, "data exhausted after 6 steps"),
+        ({"reason": "nothing usable came", "failed": True}, "failed: nothing usable came"),
+        ({"reason": "stopped by SIGINT", "stopped": True}, "stopped by SIGINT"),
+    ],
+)
+def test_the_end_is_told_as_the_buffer_declared_it(
+    known: Path, end: dict[str, Any], told: str
+) -> None:
+    journal = Journal(known)
+    text = End(records=[], **end).model_dump_json()
+    journal.write(Change(meta={"end": text})).result()
+    journal.close()
+    assert outcome(read_run(known)) == told
 
 
 def test_moving_means_pass_over_what_is_missing() -> None:

@@ -48,7 +48,19 @@ def run_local(path: Path, overrides: Sequence[str]) -> int:
             name = run_dir.path.name
             again = f"go on with the same command and run_name={name} checkpoint.resume=auto"
             errors.print(again, highlight=False, soft_wrap=True)
-        return code
+    if not supervisor.was_cut_short:
+        _write_report(run_dir, console, errors)
+    return code
+
+
+def _write_report(run_dir: RunDir, console: Console, errors: Console) -> None:
+    """Whatever is wrong with it is a warning: the run itself has ended as it has."""
+    try:
+        from asyncrl.report.page import write_report
+
+        console.print(f"report {write_report(run_dir.path)}", highlight=False, soft_wrap=True)
+    except Exception as error:  # drawing is never worth the exit code of a run
+        errors.print(f"there is no report: {error!r}", markup=False, soft_wrap=True)
 
 
 def _supervisor(

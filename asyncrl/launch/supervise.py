@@ -75,6 +75,11 @@ class Supervisor:
         """The last that the buffer said."""
         return (self._monitor and self._monitor.status) or {}
 
+    @property
+    def was_cut_short(self) -> bool:
+        """Whether the user wanted everything stopped at once."""
+        return self._code is not None
+
     def run(self, signals: Signals) -> int:
         """Returns the exit code once there is nothing left to wait for. Children may still run when
         the user wants them stopped, or after a failure."""

@@ -52,21 +52,21 @@ def write_report(path: Path) -> Path:
     Any state of a run will do. Raises ValueError for a directory that cannot be read or written.
     """
     facts = gather(read_run(path))
-    light, dark = draw_all(facts, theme="light"), draw_all(facts, theme="dark")
+    pictures = draw_all(facts)
     directory = path / "report"
     try:
         directory.mkdir(exist_ok=True)
-        for name, png in light.items():
+        for name, png in pictures.items():
             (directory / f"{name}.png").write_bytes(png)
         page = directory / "report.html"
-        write_whole(page, render(facts, light=light, dark=dark))
+        write_whole(page, render(facts, pictures))
     except OSError as error:
         raise ValueError(f"the report cannot be written: {error}") from None
     return page
 
 
-def render(facts: RunFacts, *, light: dict[str, bytes], dark: dict[str, bytes]) -> str:
-    """The page as HTML. Everything that a model or a user wrote is escaped."""
+def render(facts: RunFacts, pictures: dict[str, bytes]) -> str:
+    """The page as HTML, with the PNGs in it. Everything that a model or a user wrote is escaped."""
     run = facts.run
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string((Path(__file__).parent / "page.html").read_text())
@@ -75,7 +75,7 @@ def render(facts: RunFacts, *, light: dict[str, bytes], dark: dict[str, bytes]) 
         name=run.name,
         outcome=outcome(run),
         headline=headline(facts),
-        pictures=[_picture(name, light[name], dark[name]) for name in light],
+        pictures=[_picture(name, png) for name, png in pictures.items()],
         table=table(facts),
         samples=[_sample(sample) for sample in choose(run)],
         config=config.read_text() if config.exists() else "there is none",
@@ -91,12 +91,9 @@ def shortened(text: str) -> str:
     return f"{text[:half]} […] {text[-half:]}"
 
 
-def _picture(name: str, light: bytes, dark: bytes) -> dict[str, str]:
+def _picture(name: str, png: bytes) -> dict[str, str]:
     title, caption = _PICTURES[name]
-    data = {
-        theme: base64.b64encode(png).decode() for theme, png in (("light", light), ("dark", dark))
-    }
-    return {"title": title, "caption": caption, **data}
+    return {"title": title, "caption": caption, "data": base64.b64encode(png).decode()}
 
 
 def _sample(sample: Sample) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 import matplotlib.style
@@ -21,12 +21,9 @@ from asyncrl.report.series import smoothed
 from asyncrl.report.summary import RunFacts
 from asyncrl.report.timeline import KINDS, Lane, shares
 
-Theme = Literal["light", "dark"]
-
 WIDTH_IN = 10.0
 DPI = 130
-_GROUND = {"light": ("#ffffff", "#24292f", "#d0d7de"), "dark": ("#161b22", "#d6dde5", "#3a424c")}
-"""Background, text, lines."""
+_INK, _RULES = "#24292f", "#d0d7de"
 _BLUE, _ORANGE, _GREEN = "#3d84c6", "#e8912d", "#4fa36c"
 _KIND_COLORS = {
     "work": _BLUE,
@@ -44,7 +41,7 @@ _BAND, _GAP = 40, 5
 """Pixels of a process's band in the timeline, and above and below it."""
 
 
-def draw_all(facts: RunFacts, *, theme: Theme) -> dict[str, bytes]:
+def draw_all(facts: RunFacts) -> dict[str, bytes]:
     """PNGs by name. Pictures for which a run has no numbers are left out."""
     pictures: dict[str, Callable[[RunFacts], Figure | None]] = {
         "reward": reward_figure,
@@ -53,7 +50,7 @@ def draw_all(facts: RunFacts, *, theme: Theme) -> dict[str, bytes]:
         "timeline": timeline_figure,
     }
     drawn = {}
-    with _style(theme):
+    with _style():
         for name, draw in pictures.items():
             figure = draw(facts)
             if figure is not None:
@@ -230,8 +227,7 @@ def _time_axis(axes: Axes, facts: RunFacts) -> None:
 
 def _ramp() -> Any:
     """From the background to blue."""
-    ground = matplotlib.rcParams["axes.facecolor"]
-    return LinearSegmentedColormap.from_list("share", [ground, _BLUE])
+    return LinearSegmentedColormap.from_list("share", ["white", _BLUE])
 
 
 def _png(figure: Figure) -> bytes:
@@ -241,14 +237,12 @@ def _png(figure: Figure) -> bytes:
 
 
 @contextmanager
-def _style(theme: Theme) -> Iterator[None]:
+def _style() -> Iterator[None]:
     """Our look, whatever the user's own matplotlib settings are."""
-    ground, ink, lines = _GROUND[theme]
     names = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
     look: dict[str, Any] = {
-        **dict.fromkeys(names, ink),
-        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), ground),
-        **dict.fromkeys(("axes.edgecolor", "grid.color"), lines),
+        **dict.fromkeys(names, _INK),
+        **dict.fromkeys(("axes.edgecolor", "grid.color"), _RULES),
         **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
         "axes.grid": True,
         "savefig.dpi": DPI,

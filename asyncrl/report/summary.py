@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +49,9 @@ def headline(facts: RunFacts) -> list[Line]:
     rewards = [r for step in steps if (r := step.number("buffer/reward_mean")) is not None]
     lines = [Line("steps", _steps(facts)), Line("wall time", duration(facts.clock.total_s))]
     if rewards:
-        lines.append(Line("training reward", f"{rewards[0]:.3f} → {rewards[-1]:.3f}"))
+        lines.append(
+            Line("training reward, first and last step", f"{rewards[0]:.3f} → {rewards[-1]:.3f}")
+        )
     if evals:
         values = [f"{point.accuracy:.3f}" for point in (evals[0], evals[-1])[: len(evals)]]
         lines.append(Line("held-out accuracy", " → ".join(values)))
@@ -95,9 +98,9 @@ def table(facts: RunFacts) -> list[Line]:
 
 def outcome(run: RunRecords) -> str:
     """How the run ended, as far as its journal knows."""
-    reason = run.meta.get("ended", "")
-    if reason:
-        return f"{'failed' if run.meta.get('failed') == 'True' else 'ended'}: {reason}"
+    if run.meta.get("end"):
+        end = json.loads(run.meta["end"])
+        return f"failed: {end['reason']}" if end["failed"] else str(end["reason"])
     max_steps = run.setting("max_steps")
     if isinstance(max_steps, int) and run.committed >= max_steps:
         return f"all {max_steps} steps of max_steps are trained"
