@@ -13,12 +13,14 @@ from asyncrl.config import Config
 from asyncrl.messages import (
     Batch,
     Commit,
+    Committed,
     End,
     Fetch,
     Heartbeat,
     Hello,
     Lease,
     LeaseRequest,
+    Leave,
     Message,
     Published,
     Register,
@@ -112,6 +114,9 @@ class Peer:
     async def packet(self, message: Message, *frames: bytes) -> Packet:
         return await self.client.call(message, frames=frames, deadline_s=CALL_S)
 
+    async def leave(self) -> None:
+        await self.ask(Leave(reason="the test says so"))
+
     async def status(self) -> dict[str, Any]:
         values: dict[str, Any] = (await self.ask(StatusRequest())).values
         return values
@@ -160,14 +165,22 @@ class Generator(Peer):
         self.verdicts.append(verdict)
         return verdict
 
-    async def beat(self, *, held: list[list[int]] | None = None, tokens: int = 0) -> Any:
+    async def beat(
+        self,
+        state: str = "generating",
+        *,
+        held: list[list[int]] | None = None,
+        tokens: int = 0,
+        state_s: float = 0.0,
+        seconds: dict[str, float] | None = None,
+    ) -> Any:
         beat = Heartbeat(
-            state="generating",
+            state=state,
+            state_s=state_s,
+            seconds=seconds or {},
             serving=list(self.serving),
             held=held or [],
-            num_running=0,
             num_tokens=tokens,
-            paused_s=0.0,
         )
         reply = await self.ask(beat)
         self.serving = max(self.serving, WeightId(reply.inc, reply.version))
@@ -229,12 +242,15 @@ class Learner(Peer):
                 self.batches[step] = (reply, packet.frames)
             return reply
 
-    async def commit(self) -> None:
-        """The next version is trained and, unless it was before, published."""
+    async def commit(self) -> bool:
+        """The next version is trained and, unless it was before, published. True: the run is being
+        stopped."""
         self.version += 1
-        await self.ask(Commit(inc=self.inc, version=self.version, metrics={"loss": 0.5}))
+        commit = Commit(inc=self.inc, version=self.version, metrics={"loss": 0.5})
+        committed: Committed = await self.ask(commit)
         if self.version >= self.committed:
             await self.publish(self.version)
+        return committed.stop
 
     async def publish(self, version: int) -> None:
         await self.ask(
@@ -252,9 +268,23 @@ class Learner(Peer):
                 if self.version == stop_at:
                     return None
                 ahead = asyncio.create_task(self.fetch(self.version + 1))
-                await self.commit()
+                if await self.commit():
+                    return await self.end()
         finally:
             ahead.cancel()
+
+    async def end(self) -> End:
+        """The End, which there must be now."""
+        reply = await self.fetch(self.version)
+        assert isinstance(reply, End)
+        return reply
+
+    async def beat(
+        self, state: str = "training", *, seconds: dict[str, float] | None = None
+    ) -> Any:
+        return await self.ask(
+            Heartbeat(state=state, seconds=seconds or {}, serving=[self.inc, self.version])
+        )
 
     def groups(self, step: int) -> list[RolloutGroup]:
         return [decode_group(frame) for frame in self.batches[step][1]]
