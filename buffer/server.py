@@ -24,7 +24,7 @@ from buffer.reports import status_values
 from buffer.run import Run
 
 FLUSH_S = 0.3
-"""How long the buffer stays when everybody knows of the end: replies are on their way."""
+"""How long the buffer stays when everybody has been told: replies are on their way."""
 STOPPED = 130
 """Exit code of a drained run: 128 + SIGINT."""
 TICK_S = 0.5
@@ -78,7 +78,7 @@ class BufferServer:
         try:
             await self._changes.save()
             await self._watch_the_clock()
-            if not self._stopped.is_set():
+            if self._fatal is not None or not self._stopped.is_set():
                 await asyncio.sleep(FLUSH_S)
         finally:
             reader.cancel()

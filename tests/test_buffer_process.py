@@ -117,6 +117,111 @@ def test_a_killed_buffer_comes_back_on_its_port_and_the_run_goes_on(
     }
 
 
+def test_a_buffer_killed_in_the_middle_of_a_step_takes_the_commit_and_the_leases_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "RESEND_S", 1.0)
+
+    async def scenario() -> int | None:
+        process = start(tmp_path)
+        address = address_of(tmp_path, process)
+        learner, generator = Learner(address, "learner-0"), Generator(address, "generator-0")
+        try:
+            await learner.register()
+            for lease in await generator.lease(4):
+                await generator.submit(lease)
+            await learner.fetch(0)
+            held = await generator.lease(4)
+            for lease in held:
+                await generator.start(lease)
+            await generator.status()  # behind what is not answered
+            kill(process)
+            process = start(tmp_path)
+            await learner.commit()
+            assert (await learner.status())["version"] == 1
+            for lease in held:
+                assert (await generator.submit(lease)).verdict == "accepted"
+            worker = asyncio.create_task(generator.work())
+            end = await learner.train()
+            await worker
+            assert end is not None and not end.failed
+            assert {group.attempt for group in learner.groups(1)} == {0}
+            return await asyncio.to_thread(process.wait, 20)
+        finally:
+            kill(process)
+            for peer in (learner, generator):
+                await peer.close()
+
+    begin(tmp_path, make_config(max_steps=3, max_staleness=1))
+    assert asyncio.run(asyncio.wait_for(scenario(), 90)) == 0
+    assert fates(tmp_path) == {"trained": 12, "not_issued": NUM_ROWS - 12}
+
+
+def test_sigint_once_drains_and_the_run_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+    async def life(name: str, *, version: int, interrupt_at: int | None) -> tuple[Learner, int]:
+        process = start(tmp_path)
+        address = address_of(tmp_path, process)
+        learner, generator = Learner(address, name), Generator(address, f"generator-of-{name}")
+        try:
+            await learner.register(version)
+            worker = asyncio.create_task(generator.work())
+            if interrupt_at is not None:
+                await learner.train(stop_at=interrupt_at)
+                process.send_signal(signal.SIGINT)
+                while not (await learner.status())["stopped"]:
+                    await asyncio.sleep(0.02)
+                assert await learner.commit()
+                assert (await learner.end()).stopped
+            else:
+                await learner.train()
+            await worker
+            return learner, await asyncio.to_thread(process.wait, 20)
+        finally:
+            kill(process)
+            for peer in (learner, generator):
+                await peer.close()
+
+    async def scenario() -> None:
+        first, code = await life("a", version=0, interrupt_at=2)
+        assert (first.version, code) == (3, 130)
+        second, code = await life("b", version=3, interrupt_at=None)
+        assert code == 0
+        ids = [id for id in first.trained_ids() if id.position < 12] + second.trained_ids()
+        assert [id.position for id in ids] == list(range(20))
+
+    begin(tmp_path, make_config(max_steps=5, max_staleness=2))
+    asyncio.run(asyncio.wait_for(scenario(), 90))
+    assert fates(tmp_path) == {"trained": 20, "not_issued": NUM_ROWS - 20}
+
+
+def test_a_second_sigint_ends_a_buffer_that_waits_for_its_learner(tmp_path: Path) -> None:
+    async def hold_a_batch(address: str) -> None:
+        learner, generator = Learner(address, "learner-0"), Generator(address, "generator-0")
+        await learner.register()
+        for lease in await generator.lease(4):
+            await generator.submit(lease)
+        await learner.fetch(0)
+        for peer in (learner, generator):
+            await peer.close()
+
+    begin(tmp_path, make_config())
+    with buffer_process(tmp_path) as process:
+        asyncio.run(asyncio.wait_for(hold_a_batch(address_of(tmp_path, process)), 30))
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=5) == 143
+
+
+def test_sigint_without_members_ends_the_buffer_at_once(tmp_path: Path) -> None:
+    begin(tmp_path, make_config())
+    with buffer_process(tmp_path) as process:
+        address_of(tmp_path, process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=5) == 130
+
+
 def test_sigterm_ends_the_buffer_promptly(tmp_path: Path) -> None:
     begin(tmp_path, make_config())
     with buffer_process(tmp_path) as process:
