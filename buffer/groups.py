@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from asyncrl.journal import GroupRow, PayloadRef
+from asyncrl.journal_tables import GroupRow, PayloadRef
 from asyncrl.types import GroupId
 
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from asyncrl.journal import GroupRow, PayloadRef
+from asyncrl.journal_tables import GroupRow, PayloadRef
 from asyncrl.types import GroupId
 from buffer.groups import FATES, OUTSTANDING, Group, State
 from buffer.policy import StalenessPolicy

@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from asyncrl.config import Config
-from asyncrl.journal import Journal, StepRow, Stored
+from asyncrl.journal import Journal
+from asyncrl.journal_tables import StepRow, Stored
 from asyncrl.messages import (
     Commit,
     End,

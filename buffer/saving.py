@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from asyncrl.config import Config
-from asyncrl.journal import Change, EvalRow, Journal
+from asyncrl.journal import Journal
+from asyncrl.journal_tables import Change, EvalRow
 from buffer.evaluation import Evaluations
 from buffer.history import History
 from buffer.ledger import Ledger

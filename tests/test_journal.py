@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.journal import Change, GroupRow, Journal, PayloadRef, fates
+from asyncrl.journal import Journal, fates
+from asyncrl.journal_tables import Change, GroupRow, PayloadRef
 
 WRITER = """
 import os, sys
 from pathlib import Path
-from asyncrl.journal import Change, Journal
+from asyncrl.journal import Journal
+from asyncrl.journal_tables import Change
 sys.path.insert(0, "tests")
 from test_journal import payload_of, row
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from asyncrl.journal import GroupRow, PayloadRef
+from asyncrl.journal_tables import GroupRow, PayloadRef
 from asyncrl.types import GroupId
 from buffer.deadlines import LOST_LEASE_S, Deadlines, Late
 from buffer.groups import Group, State

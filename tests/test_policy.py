@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from asyncrl import versions
-from asyncrl.journal import GroupRow, PayloadRef
+from asyncrl.journal_tables import GroupRow, PayloadRef
 from asyncrl.types import GroupId
 from buffer.deadlines import Deadlines
 from buffer.groups import Group, State

@@ -1,0 +1,132 @@
+"""What the report of a run reads: heartbeats as rows, and times in the rows of groups and steps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from contextlib import closing
+from pathlib import Path
+
+from scripted_peers import make_config
+from serving_buffer import play, serving
+
+from asyncrl.journal import fates, open_read_only
+from asyncrl.journal_tables import BeatRow
+from asyncrl.types import WeightId
+from buffer.history import IDLE_ROW_S, History
+from buffer.members import Member
+
+
+class Heard:
+    """One member whose heartbeats come every 5 s."""
+
+    def __init__(self) -> None:
+        self.history = History(interval_s=5.0, wall_offset=1000.0)
+        self.member = Member("generator-0", "generator", "h", 1, 0.0)
+
+    def beat(self, now: float, state: str, tokens: int = 0, **seconds: float) -> list[BeatRow]:
+        self.member.state, self.member.num_tokens = state, tokens
+        self.member.seconds = dict(seconds)
+        self.history.heard(self.member, now=now)
+        return list(self.history.take_rows())
+
+
+def test_a_heartbeat_with_news_is_a_row_at_wall_clock_time() -> None:
+    heard = Heard()
+    heard.member.serving = WeightId(1, 7)
+    [row] = heard.beat(5.0, "generating", 100, generating=4.0)
+    assert row == BeatRow(
+        at=1005.0,
+        member="generator-0",
+        role="generator",
+        state="generating",
+        seconds='{"generating": 4.0}',
+        tokens=100,
+        version=7,
+    )
+    assert len(heard.beat(10.0, "generating", 200, generating=9.0)) == 1
+
+
+def test_a_heartbeat_before_its_time_is_part_of_the_next_row() -> None:
+    heard = Heard()
+    heard.beat(5.0, "generating", 100, generating=4.0)
+    assert heard.beat(6.0, "swapping", 110, generating=5.0) == []
+    [row] = heard.beat(10.0, "generating", 150, generating=8.0, swapping=1.0)
+    assert json.loads(row.seconds) == {"generating": 8.0, "swapping": 1.0}
+
+
+def test_a_process_that_only_waits_has_a_row_a_minute() -> None:
+    heard = Heard()
+    beats = range(5, 605, 5)
+    rows = [row for now in beats for row in heard.beat(float(now), "waiting", waiting=float(now))]
+    assert [row.at - 1005 for row in rows] == [i * IDLE_ROW_S for i in range(10)]
+
+
+def test_work_between_two_looks_at_the_same_state_is_news() -> None:
+    heard = Heard()
+    heard.beat(5.0, "waiting", waiting=5.0)
+    assert len(heard.beat(10.0, "waiting", waiting=9.0, generating=1.0)) == 1
+
+
+def test_rows_wait_for_somebody_elses_transaction_only_so_long() -> None:
+    heard = Heard()
+    heard.history.note(heard.member, now=10.0)
+    assert not heard.history.is_due(now=12.0)
+    assert heard.history.is_due(now=16.0)
+    heard.history.take_rows()
+    assert not heard.history.is_due(now=100.0)
+
+
+def test_the_journal_tells_who_did_what_and_when_while_the_run_goes_on(tmp_path: Path) -> None:
+    began = time.time()
+
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config(max_steps=3, max_staleness=1)) as here:
+            learner, generator = here.learner(), here.generator()
+            await learner.register()
+            for number in range(4):
+                await generator.beat(tokens=100 * number, seconds={"generating": 0.3 * number})
+                await learner.beat(seconds={"wait_batch": 0.3 * number})
+                await asyncio.sleep(0.32)
+            worker = asyncio.create_task(here.generator("generator-1").work())
+            await learner.train(stop_at=2)
+            await generator.leave()
+            check(tmp_path)
+            await learner.train()
+            await worker
+
+    def check(run_dir: Path) -> None:
+        with closing(open_read_only(run_dir)) as journal:
+            query = "SELECT member, role, state, tokens, at FROM beats ORDER BY at"
+            beats = journal.execute(query).fetchall()
+            steps = journal.execute("SELECT at FROM steps ORDER BY step").fetchall()
+            groups = journal.execute(
+                "SELECT leased_at, finished_at, reward FROM groups WHERE step IS NOT NULL"
+            ).fetchall()
+        tokens = [row[3] for row in beats if row[0] == "generator-0"]
+        assert tokens == sorted(tokens) and tokens[-1] == 300 and len(tokens) <= 6
+        assert {row[1] for row in beats} == {"generator", "learner"}
+        assert beats[-1][2] == "left"
+        times = [at for *_, at in beats] + [at for (at,) in steps]
+        assert all(began - 1 < at < time.time() + 1 for at in times)
+        assert steps == sorted(steps)
+        for leased_at, finished_at, reward in groups:
+            assert began - 1 < leased_at <= finished_at < time.time() + 1
+            assert reward == 0.5
+        assert sum(fates(run_dir).values()) == 12
+
+    play(scenario())
+
+
+def test_fates_add_up_to_the_data_at_any_time(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            generator = here.generator()
+            for number, lease in enumerate(await generator.lease(4), start=1):
+                await generator.submit(lease)
+                assert fates(tmp_path) == {"ready": number, "not_issued": 8} | (
+                    {"leased": 4 - number} if number < 4 else {}
+                )
+
+    play(scenario())
