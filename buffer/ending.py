@@ -70,7 +70,7 @@ class Ending:
         """Nothing new is begun. The books stay as they are, so that the run can go on later."""
         if self.end is None:
             self._stopped_by = by
-            log.warning("%s: the learner ends its step and writes a checkpoint", by)
+            log.warning("%s: the learner ends its step, writes a checkpoint, and all leave", by)
 
     def give_up(self, reason: str) -> None:
         """The run fails, but not for good: the books stay as they are."""

@@ -55,6 +55,10 @@ class Member:
     def condition(self, *, now: float) -> str:
         """What it does and when it was last heard, in words and seconds."""
         state_s, silent_s = now - self.state_since, now - self.last_seen
+        if not self.alive and not self.is_gone:
+            return f"has sent nothing for {silent_s:.0f} s, dead or stopped"
+        if not self.alive:
+            return f"{self.state} {state_s:.0f} s ago"
         return f"{self.state} for {state_s:.0f} s, last heard {silent_s:.0f} s ago"
 
     def enter(self, state: str, *, since: float) -> None:
@@ -101,6 +105,8 @@ class Members:
         return member
 
     def heartbeat(self, member: Member, beat: Heartbeat, *, now: float) -> None:
+        if member.is_gone:  # sent before it left
+            return
         if beat.state != member.state or beat.state_s:
             member.enter(beat.state, since=now - beat.state_s)
         member.serving, member.seconds = WeightId(*beat.serving), beat.seconds
@@ -113,11 +119,14 @@ class Members:
         member.alive, member.is_gone, member.heard_end = False, True, True
         member.enter("left", since=now)
 
-    def replace(self, name: str, *, now: float) -> None:
-        """Another learner has taken over from this one."""
+    def replace(self, name: str, successor: Member, *, now: float) -> None:
+        """`successor` has taken over from the learner of this name, which may be itself."""
         for member in self.named(name):
             member.alive, member.is_gone = False, True
             member.enter("replaced", since=now)
+        successor.alive, successor.is_gone = True, False
+        if successor.state == "replaced":
+            successor.enter("back", since=now)
 
     def newly_dead(self, *, now: float) -> list[Member]:
         """Members that have been silent for too long since the last call."""
@@ -129,6 +138,7 @@ class Members:
         for member in dead:
             member.alive = False
             member.enter("dead", since=member.last_seen)
+        self._forget_monitors(now)
         return dead
 
     def newly_back(self) -> list[Member]:
@@ -161,6 +171,13 @@ class Members:
     def tokens_per_s(self) -> float:
         """Speed of all generators together."""
         return sum(member.tokens_per_s for member in self.generators())
+
+    def _forget_monitors(self, now: float) -> None:
+        """Whoever looks at a run comes and goes; one that speaks again says hello again."""
+        for peer, member in list(self._by_peer.items()):
+            if member.role == "monitor" and now - member.last_seen > self.silence_s:
+                del self._by_peer[peer]
+                self.by_name.pop(member.name, None)
 
     def _seen(self, member: Member, now: float) -> None:
         member.last_seen = now

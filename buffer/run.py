@@ -82,34 +82,8 @@ class Run:
         self._wall_offset = time.time() - now
         self._waited_for = ""
         self._set_up_books(stored, val, now)
-        self.watch = Watch(
-            config,
-            ledger=self.ledger,
-            training=self.training,
-            evaluations=self.evaluations,
-            now=now,
-            wall_offset=self._wall_offset,
-        )
-        self.members = self.watch.members
-        self.generation = self._make_generation()
-        self.ending = Ending(
-            config,
-            ledger=self.ledger,
-            training=self.training,
-            evaluations=self.evaluations,
-            tally=self.tally,
-            num_groups=self.prompts.num_groups,
-            now=now,
-        )
-        self._saving = Saving(
-            journal,
-            ledger=self.ledger,
-            training=self.training,
-            evaluations=self.evaluations,
-            history=self.watch.history,
-            meta=self._meta,
-            wall_offset=self._wall_offset,
-        )
+        self._set_up_watch(now)
+        self._set_up_ending(now)
         self._begin_evaluation(now)
 
     @property
@@ -134,8 +108,7 @@ class Run:
         before = self.training.owner
         refused = self.training.register(message, member=member.name)
         if refused is None:
-            if before != member.name:
-                self.members.replace(before, now=now)
+            self.members.replace(before, member, now=now)
             self.watch.watchdog.got_on(now=now)
             self.watch.waiting.moved(now=now)
             self.ending.reopen()
@@ -222,8 +195,17 @@ class Run:
         self.tally = Tally()
         self.tally.restore(meta.get("staleness", "{}"))
 
-    def _make_generation(self) -> Generation:
-        return Generation(
+    def _set_up_watch(self, now: float) -> None:
+        self.watch = Watch(
+            self.config,
+            ledger=self.ledger,
+            training=self.training,
+            evaluations=self.evaluations,
+            now=now,
+            wall_offset=self._wall_offset,
+        )
+        self.members = self.watch.members
+        self.generation = Generation(
             self.config,
             ledger=self.ledger,
             deadlines=self.watch.deadlines,
@@ -232,6 +214,26 @@ class Run:
             prompts=self.prompts,
             tally=self.tally,
             journal=self.journal,
+        )
+
+    def _set_up_ending(self, now: float) -> None:
+        self.ending = Ending(
+            self.config,
+            ledger=self.ledger,
+            training=self.training,
+            evaluations=self.evaluations,
+            tally=self.tally,
+            num_groups=self.prompts.num_groups,
+            now=now,
+        )
+        self._saving = Saving(
+            self.journal,
+            ledger=self.ledger,
+            training=self.training,
+            evaluations=self.evaluations,
+            history=self.watch.history,
+            meta=self._meta,
+            wall_offset=self._wall_offset,
         )
 
     def _begin_evaluation(self, now: float) -> None:

@@ -83,9 +83,10 @@ class Waiting:
         """Why there is no learner at work; empty when there is one."""
         owner = self._training.owner
         if not owner:
-            return "no learner has registered"
+            there = "".join(f": {m} {m.condition(now=now)}" for m in self._members.learners())
+            return f"no learner has registered{there}"
         for member in self._members.named(owner):
-            return "" if member.alive else f"{member} is {member.condition(now=now)}"
+            return "" if member.alive else f"{member} {member.condition(now=now)}"
         return f"{owner} has not been heard since the buffer was started again"
 
     def holders(self) -> list[Member]:
@@ -145,12 +146,13 @@ class Waiting:
 
     def _lost_text(self, now: float) -> str:
         lost = [m for m in self._members.generators() if not m.is_gone]
-        return "".join(f", {m} is {m.condition(now=now)}" for m in lost)
+        return "".join(f", {m} {m.condition(now=now)}" for m in lost)
 
 
 def stall_reason(waiting: Waiting, members: Members, *, still_s: float, now: float) -> str:
     """Why the run is given up, who is there, and what to do."""
-    there = [member for member in members.by_name.values() if member.role != "monitor"]
+    everybody = members.by_name.values()
+    there = [m for m in everybody if m.role != "monitor" and not m.is_gone]
     who = "; ".join(f"{member}: {member.condition(now=now)}" for member in there) or "nobody"
     return (
         f"nothing has got on for {still_s:.0f} s (network.stall_timeout_s): no group came in, no "

@@ -59,7 +59,8 @@ class Watch:
 
     def heartbeat(self, member: Member, beat: Heartbeat, *, now: float) -> None:
         self.members.heartbeat(member, beat, now=now)
-        self.history.heard(member, now=now)
+        if not member.is_gone:
+            self.history.heard(member, now=now)
         held = [(GroupId(*lease[:2]), lease[2]) for lease in beat.held if len(lease) == 3]
         self.deadlines.reconcile(member.name, held, now=now)
 

@@ -52,6 +52,8 @@ def test_a_generator_that_leaves_passes_its_leases_on_at_once(tmp_path: Path) ->
             assert {lease.attempt for lease in again} == {1}
             row = await row_of(here, "leaving")
             assert (row["state"], row["alive"], row["leases"]) == ("left", False, 0)
+            await leaving.beat("generating")  # was on its way
+            assert (await row_of(here, "leaving"))["state"] == "left"
 
     play(scenario())
 
@@ -108,11 +110,11 @@ def test_a_learner_that_falls_silent_is_named_once_and_generators_go_on(
             await asyncio.sleep(1.2)
             await learner.fetch(0)
             assert (await row_of(here, "learner-ab12"))["alive"]
-            await until(lambda: told(caplog, "is back") > 0)
+            await until(lambda: told(caplog, f"{name} is back") > 0)
 
+    name = f"learner-ab12 (pid {os.getpid()} on test)"
     with caplog.at_level(logging.INFO):
         play(scenario())
-    name = f"learner-ab12 (pid {os.getpid()} on test)"
     [silent] = [
         r.getMessage()
         for r in caplog.records
@@ -138,6 +140,30 @@ def test_a_learner_whose_place_is_taken_is_not_missed(
     with caplog.at_level(logging.WARNING):
         play(scenario())
     assert told(caplog, "learner-a") == 0
+
+
+def test_a_learner_that_is_loading_is_told_as_such(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            learner = here.learner("learner-c")
+            await learner.beat("loading the model")
+            values = await here.monitor().status()
+            expected = f"no learner has registered: learner-c (pid {os.getpid()} on test) loading"
+            assert expected in values["waiting_for"]
+
+    play(scenario())
+
+
+def test_whoever_only_looked_at_the_run_is_forgotten_and_may_look_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            monitor = here.monitor()
+            await monitor.status()
+            assert monitor.name in here.run.members.by_name
+            await until(lambda: monitor.name not in here.run.members.by_name)
+            assert (await monitor.status())["step"] == 0
+
+    play(scenario())
 
 
 def test_status_says_what_each_process_does_and_since_when(tmp_path: Path) -> None:
