@@ -142,7 +142,7 @@ def write_scripted_config(path: Path, task: Path, **changes: Any) -> Path:
         "model": {"path": str(task / "model"), "dtype": "float32"},
         "data": {
             "train_files": [str(task / "train.jsonl")],
-            "max_prompt_length": 8,
+            "max_prompt_length": 64,
             "max_response_length": 8,
         },
         "reward": {"path": "tests/rewards_by_text.py:checksum", "workers": 1},

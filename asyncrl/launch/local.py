@@ -43,7 +43,7 @@ def run_local(path: Path, overrides: Sequence[str]) -> int:
         finally:
             shutil.rmtree(run_dir.weights(config), ignore_errors=True)
         if code == 0:
-            print_summary(console, run_dir, supervisor.status)
+            print_summary(console, run_dir)
         if code == DRAINED:
             name = run_dir.path.name
             again = f"go on with the same command and run_name={name} checkpoint.resume=auto"

@@ -15,6 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.report.reading import read_run
+from asyncrl.report.summary import outcome
 from asyncrl.run_dir import RunDir
 
 _EVENT_S = 30.0
@@ -111,7 +113,7 @@ def minutes(seconds: float) -> str:
     return f"{int(seconds) // 60:2d}:{int(seconds) % 60:02d}"
 
 
-def print_summary(console: Console, run_dir: RunDir, status: dict[str, Any] | None) -> None:
+def print_summary(console: Console, run_dir: RunDir) -> None:
     """The result of a run in one table."""
     records = _Tail(run_dir.metrics).new_records()
     steps = [record for record in records if "time/step_s" in record]
@@ -131,10 +133,9 @@ def print_summary(console: Console, run_dir: RunDir, status: dict[str, Any] | No
         table.add_row("staleness of trained tokens", f"mean {mean:.2f}, max {highest:.0f}")
         seconds = sorted(record.get("time/step_s") or 0 for record in steps)
         table.add_row("steps", f"{len(steps)}, median {seconds[len(seconds) // 2]:.1f} s")
-    if status:
-        counts = status.get("counts") or {}
-        fates = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-        table.add_row("prompts", fates)
+    run = read_run(run_dir.path)
+    table.add_row("prompts", ", ".join(f"{n} {state}" for state, n in run.fates.items() if n))
+    table.add_row("ended", outcome(run))
     table.add_row("files", str(run_dir.path))
     console.print(table)
 
