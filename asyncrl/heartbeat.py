@@ -41,10 +41,12 @@ class HeartbeatThread:
         self._wake.set()
 
     def close(self) -> None:
+        """No heartbeat is sent any more after this, also when the buffer does not answer."""
         self._stopped = True
         self._wake.set()
         self._thread.join(timeout=0.5)
         self._client.close()
+        self._thread.join(timeout=0.5)
 
     def _run(self) -> None:
         while not self._stopped:

@@ -51,6 +51,11 @@ class RefusedError(RuntimeError):
         super().__init__(refused.reason)
         self.code = refused.code
 
+    @property
+    def is_misfit(self) -> bool:
+        """This side is of another run, protocol or configuration: the user's to mend."""
+        return self.code in ("wrong_run", "protocol", "mismatch")
+
 
 class Client:
     """One connection to the buffer, for use on one event loop.

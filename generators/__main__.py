@@ -1,4 +1,9 @@
-"""`python -P -m generators CONFIG [--connect ADDRESS] [--name NAME]`: one generator."""
+"""`python -P -m generators CONFIG [--connect ADDRESS] [--name NAME]`: one generator.
+
+Exit codes: 0 the run is done; 2 something that the user can mend, in one message; 143 after SIGTERM
+and 130 after SIGINT; 1 anything else, with a traceback except where the buffer is gone or refuses.
+Whoever leaves before the run is done says so to the buffer, so that its leases pass on at once.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +20,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from asyncrl.clock import PhaseClock
 from asyncrl.config.load import load_resolved
 from asyncrl.config.schema import Config
+from asyncrl.handshake import member_settings
 from asyncrl.heartbeat import HeartbeatThread
-from asyncrl.messages import Hello
+from asyncrl.messages import Hello, Leave
 from asyncrl.run_dir import RunDir
 from asyncrl.transport import Client, RefusedError, Unreachable
 from generators.engine import Engine
@@ -26,20 +33,19 @@ from generators.rewards import RewardWorkers, UserError
 from generators.scripted_engine import ScriptedEngine
 from generators.tokens import Tokens, vocabulary_size
 from generators.vllm_engine import VllmEngine
-from generators.weights_in import UNREACHABLE_S
 from generators.worker import Worker
 
 log = logging.getLogger("generators")
 
-TERMINATED = 143
-"""Exit code after SIGTERM or SIGINT (128 + 15)."""
+LEAVE_S = 2.0
+"""The longest that a farewell may take."""
 
 
 def main() -> int:
-    """Exit code: 0 the run is done, 2 something that the user can mend, 1 anything else (then
-    with a traceback, except where the buffer is gone or refuses). SIGUSR1 dumps all threads."""
+    """Returns the exit code. SIGUSR1 dumps all threads."""
+    clock = PhaseClock("starting")
     parser = argparse.ArgumentParser(prog="python -m generators", description=__doc__)
-    parser.add_argument("config", help="resolved config.yaml in the run directory")
+    parser.add_argument("config", help="resolved config.yaml in the run directory", type=Path)
     parser.add_argument("--connect", help="address of the buffer (default: network.buffer)")
     parser.add_argument("--name", default="generator-0", help="name in logs and metrics")
     arguments = parser.parse_args()
@@ -49,87 +55,134 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
         with _starting():
-            config = load_resolved(Path(arguments.config))
-            hello = Hello.here(
-                "generator",
-                name=arguments.name,
-                run_id=RunDir(Path(arguments.config).parent).read_run_id(),
-            )
-        asyncio.run(_generate(config, arguments.connect or config.network.buffer, hello))
-    except UserError as error:
+            config = load_resolved(arguments.config)
+        run_id = RunDir(arguments.config.parent).read_run_id()
+        hello = Hello.here("generator", name=arguments.name, run_id=run_id)
+        asyncio.run(_generate(config, arguments.connect or config.network.buffer, hello, clock))
+    except (UserError, Unreachable, RefusedError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (Unreachable, RefusedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        is_misfit = isinstance(error, RefusedError) and error.is_misfit
+        return 2 if is_misfit or isinstance(error, UserError) else 1
     return 0
 
 
 @contextmanager
 def _starting() -> Iterator[None]:
-    """Before work begins, whatever is refused is the user's to mend; later it is a fault of ours,
-    unless it says otherwise."""
+    """Before work begins, whatever is refused is the user's to mend, and so is a buffer that is not
+    there; later it is a fault of ours, unless it says otherwise."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, Unreachable) as error:
         raise UserError(str(error)) from error
 
 
-async def _generate(config: Config, address: str, hello: Hello) -> None:
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
+async def _generate(config: Config, address: str, hello: Hello, clock: PhaseClock) -> None:
+    signals = _cancel_on_signals()
     rewards = RewardWorkers(config.reward)
     try:
-        await _serve(config, address, hello, rewards)
+        await _serve(config, address, hello, rewards, clock)
     except asyncio.CancelledError:
-        # Loading a model runs in a thread that cannot be interrupted; nothing here needs it.
-        _end_children()
-        os._exit(TERMINATED)
+        _end_at_once(128 + signals[0])
     finally:
         rewards.close()
         _end_children()
 
 
-async def _serve(config: Config, address: str, hello: Hello, rewards: RewardWorkers) -> None:
-    """Checks what can be checked without the model, then loads it and works."""
+def _cancel_on_signals() -> list[int]:
+    """SIGTERM and SIGINT cancel this task. Returns a list that holds those that came."""
+    task = asyncio.current_task()
+    assert task is not None
+    came: list[int] = []
+
+    def cancel(number: int) -> None:
+        came.append(number)
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, cancel, number)
+    return came
+
+
+async def _serve(
+    config: Config, address: str, hello: Hello, rewards: RewardWorkers, clock: PhaseClock
+) -> None:
+    """Checks what can be checked without the model, joins, then loads the model and works."""
     with _starting():
-        _, tokens = await asyncio.gather(
-            asyncio.to_thread(rewards.start), asyncio.to_thread(Tokens, config)
+        settings, tokens, _ = await asyncio.gather(
+            asyncio.to_thread(member_settings, config, "generator"),
+            asyncio.to_thread(Tokens, config),
+            asyncio.to_thread(rewards.start),
         )
         engine: Engine = VllmEngine(config)
         if config.generator.engine == "scripted":
             vocabulary = await asyncio.to_thread(vocabulary_size, config.model.path)
             engine = ScriptedEngine(config.generator.scripted, vocab_size=vocabulary)
-    client = Client(address, hello=hello)
-    welcome = await client.connect(deadline_s=UNREACHABLE_S)
-    worker = Worker(config, engine=engine, tokens=tokens, rewards=rewards)
+    client = Client(address, hello=hello.model_copy(update={"settings": settings}))
+    worker = Worker(config, engine=engine, tokens=tokens, rewards=rewards, clock=clock)
+    try:
+        await _join(config, client, engine, worker)
+    finally:
+        await client.close()
+        await engine.close()
+        tokens.close()
+
+
+async def _join(config: Config, client: Client, engine: Engine, worker: Worker) -> None:
+    """From the buffer's welcome to the end of the run, or to a farewell."""
+    with _starting():
+        welcome = await client.connect(deadline_s=config.network.wait_for_buffer_s)
     loop = asyncio.get_running_loop()
 
     def on_done() -> None:
         loop.call_soon_threadsafe(worker.finish)
 
     heartbeat = HeartbeatThread(
-        address,
-        hello=hello,
+        client.address,
+        hello=client.hello,
         interval_s=welcome.heartbeat_s,
         look=worker.look,
         on_done=on_done,
     )
     heartbeat.start()
+    farewell = ""
     try:
-        started = time.monotonic()
-        with _starting():
-            await engine.start()
-        log.info("engine ready after %.1f s", time.monotonic() - started)
+        await _load(engine, worker)
         await worker.run(client, on_swap=heartbeat.beat_now)
+    except asyncio.CancelledError:
+        farewell = "ended by a signal"
+        raise
+    except Exception as error:
+        farewell = f"{type(error).__name__}: {error}"
+        raise
     finally:
-        heartbeat.close()
-        await client.close()
-        await engine.close()
-        tokens.close()
+        heartbeat.close()  # first: a sign of life after the farewell would undo it
+        if farewell:
+            await _leave(client, farewell)
+
+
+async def _load(engine: Engine, worker: Worker) -> None:
+    """Loads the model; a run that is done meanwhile ends the program, as nothing can interrupt the
+    thread that loads."""
+    loading = asyncio.create_task(engine.start())
+    with _starting():
+        await asyncio.wait({loading, worker.ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            log.info("the run is done, the model is not needed any more")
+            _end_at_once(0)
+        await loading
+
+
+async def _leave(client: Client, reason: str) -> None:
+    try:
+        await client.call(Leave(reason=reason), deadline_s=LEAVE_S)
+    except (Unreachable, RefusedError) as error:
+        log.info("the buffer was not told: %s", error)
+
+
+def _end_at_once(code: int) -> None:
+    """Loading a model runs in a thread that cannot be interrupted; nothing here needs it."""
+    _end_children()
+    os._exit(code)
 
 
 def _end_children() -> None:

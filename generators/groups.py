@@ -35,23 +35,28 @@ share of all: the weights or the engine are broken."""
 
 
 class GroupError(Exception):
-    """A leased group cannot be finished. `content`: its prompt or answers are the cause."""
+    """A leased group cannot be finished. `content`: its prompt or answers are the cause;
+    `hopeless`: no further attempt can help."""
 
-    def __init__(self, reason: str, *, content: bool) -> None:
+    def __init__(self, reason: str, *, content: bool, hopeless: bool = False) -> None:
         super().__init__(reason)
         self.content = content
+        self.hopeless = hopeless
 
 
 class Room:
     """Places in the engine, counted in rollouts."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, on_change: Callable[[], None]) -> None:
+        """`on_change` is called after each change of `num_running`."""
         self._capacity = capacity
         self._changed = asyncio.Event()
+        self._on_change = on_change
         self.num_running = 0
 
     def take(self, count: int) -> Places:
         self.num_running += count
+        self._on_change()
         return Places(self, count)
 
     def groups(self, group_size: int) -> int:
@@ -69,6 +74,7 @@ class Room:
     def give_back(self, count: int) -> None:
         self.num_running -= count
         self._changed.set()
+        self._on_change()
 
 
 @dataclass(slots=True)
@@ -136,7 +142,7 @@ class GroupMaker:
             return await self._tokens.render(lease.row)
         except OverlongPrompt as error:
             if self._config.data.overlong_prompts == "drop":
-                raise GroupError(str(error), content=True) from None
+                raise GroupError(str(error), content=True, hopeless=True) from None
             raise UserError(
                 f"the prompt of group {lease.group_id} is too long: {error}. Raise the limit, or "
                 "set data.overlong_prompts to drop"

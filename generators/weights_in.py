@@ -15,8 +15,6 @@ from generators.engine import Engine, EngineError, StagingError, SwapTimes
 
 log = logging.getLogger(__name__)
 
-UNREACHABLE_S = 60.0
-"""The generator gives up on a buffer that has not answered for this long."""
 RETRY_S = (0.5, 30.0)
 """Pause after a failed staging: at first, and at most. Newer weights are looked for each time."""
 IDLE_S = 0.05
@@ -66,59 +64,73 @@ class WeightsIn:
         *,
         pins: EvalPins,
         timeout_s: float,
+        buffer_timeout_s: float,
+        on_pause: Callable[[bool], None],
         on_swap: Callable[[SwapTimes], None],
     ) -> None:
-        """`timeout_s` bounds one staging, and one swap; `on_swap` is called after each swap."""
+        """`timeout_s` bounds one staging, and one swap. `on_pause` is called with True before the
+        engine stands still and with False when it goes on, `on_swap` after each swap."""
         self._engine = engine
         self._client = client
         self._pins = pins
         self._timeout_s = timeout_s
+        self._buffer_timeout_s = buffer_timeout_s
+        self._on_pause = on_pause
         self._on_swap = on_swap
-        self.state = "idle"
-        """idle, staging, waiting for an evaluation to end, or swapping."""
+        self._retry_s = RETRY_S[0]
+        self.doing = ""
+        """What goes on beside generating, in words; empty: nothing."""
+
+    async def catch_up(self, newest: WeightId) -> None:
+        """Returns when `newest`, or something newer, serves."""
+        while self._engine.serving < newest:
+            await self._look()
 
     async def run(self) -> None:
         """Runs until cancelled. Raises EngineError, or Unreachable without a buffer."""
-        wait_s = RETRY_S[0]
         while True:
-            found = await self._newer()
-            if found is None:
-                await asyncio.sleep(IDLE_S)
-                continue
-            weights, location = found
-            try:
-                await self._take(weights, location)
-                wait_s = RETRY_S[0]
-            except (StagingError, TimeoutError) as error:
-                reason = str(error) or f"took longer than weights.timeout_s = {self._timeout_s}"
-                log.warning(
-                    "weights %s were not taken, %s serve on: %s",
-                    weights,
-                    self._engine.serving,
-                    reason,
-                )
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, RETRY_S[1])
-            finally:
-                self.state = "idle"
+            await self._look()
+
+    async def _look(self) -> None:
+        """Waits a while for newer weights, and takes them if there are any."""
+        found = await self._newer()
+        if found is None:
+            await asyncio.sleep(IDLE_S)
+            return
+        weights, location = found
+        try:
+            await self._take(weights, location)
+        except (StagingError, TimeoutError) as error:
+            reason = str(error) or f"took longer than weights.timeout_s = {self._timeout_s:g}"
+            serving = self._engine.serving
+            log.warning("weights %s were not taken, %s serve on: %s", weights, serving, reason)
+            self.doing = f"weights {weights} were not taken: {reason}"
+            await asyncio.sleep(self._retry_s)
+            self._retry_s = min(2 * self._retry_s, RETRY_S[1])
+        else:
+            self.doing, self._retry_s = "", RETRY_S[0]
 
     async def _newer(self) -> tuple[WeightId, str] | None:
         have = self._engine.serving
-        packet = await self._client.call(WatchWeights(have=list(have)), deadline_s=UNREACHABLE_S)
+        watch = WatchWeights(have=list(have))
+        packet = await self._client.call(watch, deadline_s=self._buffer_timeout_s)
         found = WeightId(packet.message.inc, packet.message.version)
         location: str = packet.message.location
         return (found, location) if location and found > have else None
 
     async def _take(self, weights: WeightId, location: str) -> None:
-        self.state = "staging"
+        self.doing = f"staging {weights}"
         started = time.monotonic()
         async with asyncio.timeout(self._timeout_s):
             await self._engine.stage(weights, location)
         staged_s = time.monotonic() - started
-        self.state = "waiting for an evaluation to end"
+        self.doing = f"{weights} waits for an evaluation to end"
         await self._pins.released()
-        self.state = "swapping"
-        times = await self._swap(weights)
+        self._on_pause(True)
+        try:
+            times = await self._swap(weights)
+        finally:
+            self._on_pause(False)
         log.info(
             "serving weights %s: staged %.2f s, paused %.3f s, loaded %.3f s, resumed %.3f s",
             weights,

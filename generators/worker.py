@@ -7,16 +7,17 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from asyncrl.clock import PhaseClock
 from asyncrl.config.schema import Config
 from asyncrl.messages import Failed, Heartbeat, Lease, LeaseRequest, Started, Submit
 from asyncrl.transport import Client, RefusedError
-from asyncrl.types import RolloutGroup
+from asyncrl.types import RolloutGroup, WeightId
 from asyncrl.wire import encode_group
 from generators.engine import Engine, SwapTimes
 from generators.groups import GroupError, GroupMaker, Places, Room
 from generators.rewards import RewardWorkers
 from generators.tokens import Tokens
-from generators.weights_in import UNREACHABLE_S, EvalPins, WeightsIn
+from generators.weights_in import EvalPins, WeightsIn
 
 log = logging.getLogger(__name__)
 
@@ -26,22 +27,39 @@ class Worker:
 
     Waits for room in the engine, consumes leases, produces groups; beside that, WeightsIn waits
     for newer weights. Groups are tasks of their own: scoring one overlaps generating the next.
+
+    Its clock is in exactly one phase: starting; generating; scoring (nothing runs in the engine,
+    and groups in hand wait for their rewards or for the buffer); swapping (the engine stands still
+    for new weights); waiting for leases.
     """
 
     def __init__(
-        self, config: Config, *, engine: Engine, tokens: Tokens, rewards: RewardWorkers
+        self,
+        config: Config,
+        *,
+        engine: Engine,
+        tokens: Tokens,
+        rewards: RewardWorkers,
+        clock: PhaseClock,
     ) -> None:
+        """`clock` has been in phase "starting" since the program began."""
         self._config = config
         self._engine = engine
+        self._clock = clock
         self._maker = GroupMaker(config, engine=engine, tokens=tokens, rewards=rewards)
         limit = config.generator.max_concurrent_rollouts
-        self._room = Room(config.generator.vllm.max_num_seqs if limit == "auto" else limit)
+        capacity = config.generator.vllm.max_num_seqs if limit == "auto" else limit
+        self._room = Room(capacity, on_change=self._enter_phase)
         self._pins = EvalPins()
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the run is, or has failed with what ended this generator."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._swapped = asyncio.Event()
         self._weights_in: WeightsIn | None = None
         self._held: dict[tuple[int, int, int], Lease] = {}
+        self._num_in_hand = 0
+        self._has_started = False
+        self._is_paused = False
         self._paused_s = 0.0
 
     async def run(self, client: Client, *, on_swap: Callable[[], None]) -> None:
@@ -62,12 +80,13 @@ class Worker:
             client,
             pins=self._pins,
             timeout_s=self._config.weights.timeout_s,
+            buffer_timeout_s=self._config.network.buffer_timeout_s,
+            on_pause=self._on_pause,
             on_swap=swapped,
         )
-        self._spawn(self._weights_in.run())
-        self._spawn(self._lease_loop())
+        self._spawn(self._begin(self._weights_in))
         try:
-            await self._ended
+            await self.ended
         finally:
             tasks = list(self._tasks)
             for task in tasks:
@@ -76,13 +95,15 @@ class Worker:
 
     def finish(self) -> None:
         """The run is done: `run` returns."""
-        if not self._ended.done():
-            self._ended.set_result(None)
+        if not self.ended.done():
+            self.ended.set_result(None)
 
     def look(self) -> Heartbeat:
         """What the generator does now; called from the heartbeat's thread."""
         return Heartbeat(
             state=self._state(),
+            state_s=self._clock.phase_s(),
+            seconds=self._clock.total(),
             serving=list(self._engine.serving),
             held=[list(key) for key in list(self._held)],
             num_running=self._room.num_running,
@@ -91,11 +112,26 @@ class Worker:
         )
 
     def _state(self) -> str:
-        if self._weights_in is None:
-            return "starting"
-        if self._weights_in.state != "idle":
-            return self._weights_in.state
-        return "generating" if self._room.num_running else "waiting for leases"
+        """The phase, and what the weights do beside it."""
+        beside = "loading the model" if self._weights_in is None else self._weights_in.doing
+        phase = self._clock.phase
+        return f"{phase}, {beside}" if beside and phase != "swapping" else phase
+
+    def _on_pause(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        self._enter_phase()
+
+    def _enter_phase(self) -> None:
+        if not self._has_started:
+            return
+        if self._is_paused:
+            phase = "swapping"
+        elif self._room.num_running:
+            phase = "generating"
+        else:
+            phase = "scoring" if self._num_in_hand else "waiting for leases"
+        if phase != self._clock.phase:
+            self._clock.enter(phase)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts a task whose failure ends the generator."""
@@ -107,12 +143,23 @@ class Worker:
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is None or self._ended.done():
+        if error is None or self.ended.done():
             return
         if isinstance(error, RefusedError) and error.code == "stopping":
-            self._ended.set_result(None)
+            self.ended.set_result(None)
         else:
-            self._ended.set_exception(error)
+            self.ended.set_exception(error)
+
+    async def _begin(self, weights_in: WeightsIn) -> None:
+        """Takes the newest weights before the first lease: older ones would be given none."""
+        beat = await self._client.call(
+            self.look(), deadline_s=self._config.network.buffer_timeout_s
+        )
+        await weights_in.catch_up(WeightId(beat.message.inc, beat.message.version))
+        self._has_started = True
+        self._enter_phase()
+        self._spawn(weights_in.run())
+        self._spawn(self._lease_loop())
 
     async def _lease_loop(self) -> None:
         """Asks for as many groups as there is room for; anew after a swap, since a request that
@@ -129,20 +176,26 @@ class Worker:
 
     async def _ask(self, slots: int) -> None:
         request = LeaseRequest(slots=slots, serving=list(self._engine.serving))
-        packet = await self._client.call(request, deadline_s=UNREACHABLE_S)
+        packet = await self._client.call(request, deadline_s=self._config.network.buffer_timeout_s)
         for lease in packet.message.leases:
             self._spawn(self._serve(lease, self._room.take(lease.num_rollouts)))
         if packet.message.done:
             self.finish()
 
     async def _serve(self, lease: Lease, places: Places) -> None:
-        """One lease from its start to the buffer's verdict."""
+        """One lease from its start to the buffer's verdict. Whatever the verdict is, the group is
+        done with here: another generator may have been faster (superseded)."""
         key = (*lease.group_id, lease.attempt)
+        self._num_in_hand += 1
         if lease.kind == "train":
             self._held[key] = lease
         message, frames = await self._finish(lease, places)
-        packet = await self._client.call(message, frames=frames, deadline_s=UNREACHABLE_S)
+        packet = await self._client.call(
+            message, frames=frames, deadline_s=self._config.network.buffer_timeout_s
+        )
         self._held.pop(key, None)
+        self._num_in_hand -= 1
+        self._enter_phase()
         if packet.message.verdict == "invalid":
             log.warning("group %s was refused: %s", lease.group_id, packet.message.reason)
 
@@ -160,6 +213,7 @@ class Worker:
                 attempt=lease.attempt,
                 reason=str(error),
                 content=error.content,
+                hopeless=error.hopeless,
             )
             return failed, ()
         submit = Submit(kind=lease.kind, group=lease.group, attempt=lease.attempt)

@@ -14,10 +14,12 @@ import psutil  # type: ignore[import-untyped]
 from local_runs import REPOSITORY
 from small_buffer import SmallBuffer, serve
 
+from asyncrl.clock import PhaseClock
 from asyncrl.config.load import save_resolved
 from asyncrl.config.schema import Config
 from asyncrl.messages import Hello, Lease
 from asyncrl.transport import Client
+from asyncrl.types import WeightId
 from generators.rewards import RewardWorkers
 from generators.scripted_engine import ScriptedEngine
 from generators.tokens import Tokens
@@ -104,17 +106,29 @@ class Scene:
         rewards: RewardWorkers,
         leases: list[Lease],
         engine: Any = None,
+        *,
+        published: WeightId | None = None,
     ) -> None:
+        """`published`: weights that are there before the worker starts."""
         self.parts = (config, tokens, rewards, leases)
+        self.published = published
         self.engine = engine or ScriptedEngine(config.generator.scripted, vocab_size=64)
 
     async def __aenter__(self) -> Running:
         config, tokens, rewards, leases = self.parts
         self.server = serve(leases)
         buffer, address = await self.server.__aenter__()
+        if self.published is not None:
+            buffer.publish(self.published)
         self.client = Client(address, hello=HELLO)
         await self.client.connect(deadline_s=5)
-        worker = Worker(config, engine=self.engine, tokens=tokens, rewards=rewards)
+        worker = Worker(
+            config,
+            engine=self.engine,
+            tokens=tokens,
+            rewards=rewards,
+            clock=PhaseClock("starting"),
+        )
         task = asyncio.create_task(worker.run(self.client, on_swap=lambda: None))
         self.running = Running(buffer, worker, task)
         return self.running

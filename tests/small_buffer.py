@@ -15,6 +15,9 @@ from asyncrl.messages import (
     Lease,
     LeaseRequest,
     Leases,
+    Leave,
+    Ok,
+    Settings,
     Started,
     Submit,
     Verdict,
@@ -37,12 +40,18 @@ class SmallBuffer:
         self.leases = leases
         self.published = (WeightId(0, 0), "")
         self.done = False
+        self.settings: Settings = {}
+        """What it says that members must agree with."""
+        self.verdict = Verdict(verdict="accepted")
+        """Answer to whatever is submitted."""
         self.silent = False
         """True: takes every message and answers none, as a dead buffer would."""
         self.started: list[Started] = []
         self.groups: list[RolloutGroup] = []
         self.failed: list[Failed] = []
         self.beats: list[Heartbeat] = []
+        self.left: list[Leave] = []
+        self.hellos: list[Hello] = []
         self.requests: list[LeaseRequest] = []
         self.changed = asyncio.Condition()
 
@@ -62,7 +71,10 @@ class SmallBuffer:
             return None
         match message:
             case Hello():
-                return Welcome(run_id="test", run_name="run", heartbeat_s=0.1, settings={})
+                self.hellos.append(message)
+                return Welcome(
+                    run_id="test", run_name="run", heartbeat_s=0.1, settings=self.settings
+                )
             case LeaseRequest():
                 self.requests.append(message)
                 return await self._lease(message)
@@ -71,7 +83,7 @@ class SmallBuffer:
                 return None
             case Submit():
                 self.groups.append(decode_group(packet.frames[0]))
-                return Verdict(verdict="accepted")
+                return self.verdict
             case Failed():
                 self.failed.append(message)
                 return Verdict(verdict="accepted")
@@ -79,6 +91,9 @@ class SmallBuffer:
                 self.beats.append(message)
                 weights, _ = self.published
                 return Beat(inc=weights.inc, version=weights.version, done=self.done)
+            case Leave():
+                self.left.append(message)
+                return Ok()
             case WatchWeights():
                 await self._wait(lambda: self.published[0] > WeightId(*message.have))
                 (inc, version), location = self.published

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from generator_scene import (
 from small_buffer import SmallBuffer, serve
 
 from asyncrl.config.schema import Config
+from asyncrl.messages import Verdict
 
 pytestmark = pytest.mark.e2e
 
@@ -47,23 +49,144 @@ def test_the_program_generates_beats_and_exits_0_when_the_run_is_done(
     assert "waiting for leases" in {beat.state for beat in buffer.beats}
 
 
-def test_sigterm_ends_the_program_within_5_s_and_leaves_no_child(
-    config: Config, tmp_path: Path
+@pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_program_with_a_farewell_and_without_a_child(
+    config: Config, tmp_path: Path, end: int, code: int
 ) -> None:
-    async def scenario() -> tuple[float, list[psutil.Process]]:
+    async def scenario() -> tuple[int, float, list[psutil.Process], SmallBuffer]:
         async with serve([lease(0)]) as (buffer, address):
             program = start_program(tmp_path, config, address)
             await buffer.until(lambda: len(buffer.groups) == 1, 40)
             children = psutil.Process(program.pid).children(recursive=True)
             assert children, "the reward workers are children"
             started = time.monotonic()
-            program.send_signal(signal.SIGTERM)
-            await ended(program, 10)
-            return time.monotonic() - started, children
+            program.send_signal(end)
+            await buffer.until(lambda: bool(buffer.left), 2)
+            num_beats = len(buffer.beats)
+            exit_code = await ended(program, 10)
+            assert len(buffer.beats) == num_beats, "a sign of life after the farewell"
+            return exit_code, time.monotonic() - started, children, buffer
 
-    took, children = run(scenario())
-    assert took < 5
+    exit_code, took, children, buffer = run(scenario())
+    assert exit_code == code
+    assert took < 4
+    assert buffer.left[0].reason == "ended by a signal"
     assert not alive_after(children, timeout_s=1)
+
+
+def test_a_signal_ends_the_program_while_the_buffer_does_not_answer(
+    config: Config, tmp_path: Path
+) -> None:
+    async def scenario() -> float:
+        async with serve([lease(0)]) as (buffer, address):
+            program = start_program(tmp_path, config, address)
+            await buffer.until(lambda: len(buffer.groups) == 1, 40)
+            buffer.silent = True
+            started = time.monotonic()
+            program.send_signal(signal.SIGTERM)
+            assert await ended(program, 10) == 143
+            return time.monotonic() - started
+
+    assert run(scenario()) < 5
+
+
+def test_a_stopped_program_goes_on_when_it_is_continued(config: Config, tmp_path: Path) -> None:
+    slow = make_config(
+        Path(config.model.path).parent,
+        network__buffer_timeout_s=2.0,
+        generator__scripted__tokens_per_s=10,
+    )
+
+    async def scenario() -> int:
+        async with serve([lease(i) for i in range(8)]) as (buffer, address):
+            program = start_program(tmp_path, slow, address)
+            await buffer.until(lambda: len(buffer.groups) >= 1, 40)
+            program.send_signal(signal.SIGSTOP)
+            buffer.verdict = Verdict(verdict="superseded")  # others got its leases
+            await asyncio.sleep(3.5)  # longer than the patience of any of its requests
+            num_beats = len(buffer.beats)
+            program.send_signal(signal.SIGCONT)
+            buffer.leases += [lease(i) for i in range(8, 16)]
+            await buffer.until(lambda: len(buffer.groups) == 16, 20)
+            assert len(buffer.beats) > num_beats
+            buffer.done = True
+            return await ended(program, 8)
+
+    assert run(scenario()) == 0
+
+
+def test_a_buffer_that_is_not_there_at_the_start_is_one_message_and_exit_code_2(
+    config: Config, tmp_path: Path
+) -> None:
+    hasty = make_config(Path(config.model.path).parent, network__wait_for_buffer_s=1.0)
+    program = start_program(tmp_path, hasty, "tcp://127.0.0.1:9")
+    _, errors = program.communicate(timeout=30)
+    assert program.returncode == 2
+    assert "no answer from the buffer at tcp://127.0.0.1:9 to Hello within 1 s" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_buffer_of_other_settings_is_one_message_with_both_values_and_exit_code_2(
+    config: Config, tmp_path: Path
+) -> None:
+    async def scenario() -> tuple[int, str]:
+        async with serve([]) as (buffer, address):
+            buffer.settings = {"tokenizer": "another", "group_size": "2"}
+            program = start_program(tmp_path, config, address)
+            _, errors = await asyncio.to_thread(program.communicate, timeout=40)
+            return program.returncode, errors
+
+    code, errors = run(scenario())
+    assert code == 2
+    assert re.search(r"tokenizer is [0-9a-f]{12} there, the buffer has another", errors)
+    assert "group_size" not in errors
+    assert "Traceback" not in errors
+
+
+def test_a_buffer_that_goes_away_for_good_is_one_message_and_exit_code_1(
+    config: Config, tmp_path: Path
+) -> None:
+    hasty = make_config(Path(config.model.path).parent, network__buffer_timeout_s=1.0)
+
+    async def scenario() -> tuple[int, str]:
+        async with serve([lease(0)]) as (buffer, address):
+            program = start_program(tmp_path, hasty, address)
+            await buffer.until(lambda: len(buffer.groups) == 1, 40)
+            buffer.silent = True
+            _, errors = await asyncio.to_thread(program.communicate, timeout=10)
+            return program.returncode, errors
+
+    code, errors = run(scenario())
+    assert code == 1
+    assert "no answer from the buffer" in errors
+    assert "Traceback" not in errors
+
+
+SLOW_TO_LOAD = """
+import asyncio, sys, time
+import generators.__main__ as program
+
+class SlowEngine(program.ScriptedEngine):
+    async def start(self):
+        await asyncio.to_thread(time.sleep, 60)
+
+program.ScriptedEngine = SlowEngine
+sys.exit(program.main())
+"""
+
+
+def test_a_run_that_is_done_while_the_engine_loads_ends_the_program_with_0(
+    config: Config, tmp_path: Path
+) -> None:
+    async def scenario() -> int:
+        async with serve([]) as (buffer, address):
+            program = start_program(tmp_path, config, address, program=["-c", SLOW_TO_LOAD])
+            await buffer.until(lambda: len(buffer.beats) > 2, 40)
+            assert {beat.state for beat in buffer.beats} == {"starting, loading the model"}
+            buffer.done = True
+            return await ended(program, 4)
+
+    assert run(scenario()) == 0
 
 
 def test_sigkill_of_the_program_leaves_no_child(config: Config, tmp_path: Path) -> None:

@@ -373,7 +373,7 @@ def test_a_message_that_is_not_answered_returns_at_once_and_arrives() -> None:
             await client.connect(deadline_s=5)
             await client.send(started)
             await client.call(StatusRequest(), deadline_s=5)
-            assert seen[1:] == [started, StatusRequest()]
+            assert next(message.type for message in seen if message.type != "hello") == "started"
             await client.close()
 
     run(main())

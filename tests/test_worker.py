@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from generator_scene import VERIFIERS, Scene, lease, make_config, run
-from small_buffer import SmallBuffer
+from small_buffer import WAIT_S, SmallBuffer
 
 import generators.weights_in
-import generators.worker
 from asyncrl.config.schema import Config
+from asyncrl.messages import Verdict
 from asyncrl.transport import Unreachable
 from asyncrl.types import Completion, Int32Array, Sampling, WeightId
 from asyncrl.versions import sample_seed
@@ -89,6 +89,98 @@ def test_a_waiting_lease_goes_out_at_once_after_a_swap(
     assert [group.inc for group in buffer.groups] == [0, 1]
     assert {v for r in buffer.groups[1].rollouts for v in r.versions} == {1}
     assert took < 0.45, "the request that waited at the buffer (0.5 s) held the lease up"
+
+
+def test_a_late_generator_takes_the_newest_weights_before_its_first_lease(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    async def scenario() -> tuple[SmallBuffer, list[str]]:
+        engine = BrokenEngine(config, bad=1)
+        late = Scene(config, tokens, rewards, [lease(0)], engine, published=WeightId(2, 5))
+        async with late as running:
+            states = []
+            while not running.buffer.requests:
+                states.append(running.worker.look().state)
+                await asyncio.sleep(0.01)
+            await running.groups(1)
+            await running.done()
+            return running.buffer, states
+
+    buffer, states = run(scenario())
+    assert buffer.requests[0].serving == [2, 5]
+    assert {v for r in buffer.groups[0].rollouts for v in r.versions} == {5}
+    assert all(state.startswith("starting") for state in states)
+    assert "starting, weights 2.5 were not taken: tensor x is missing" in states
+
+
+def test_where_nothing_was_published_the_first_lease_does_not_wait(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    async def scenario() -> float:
+        started = time.monotonic()
+        async with Scene(config, tokens, rewards, []) as running:
+            await running.buffer.until(lambda: bool(running.buffer.requests))
+            return time.monotonic() - started
+
+    assert run(scenario()) < WAIT_S, "it waited for weights that nobody announced"
+
+
+def test_a_verdict_of_superseded_is_no_error(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    async def scenario() -> None:
+        async with Scene(config, tokens, rewards, [lease(i) for i in range(6)]) as running:
+            running.buffer.verdict = Verdict(verdict="superseded")
+            await running.groups(6)
+            await running.buffer.until(lambda: not running.worker.look().held)
+            await running.done()
+
+    run(scenario())
+
+
+class PausingEngine(ScriptedEngine):
+    """Stands still for 0.2 s in each swap."""
+
+    async def swap(self, weights: WeightId) -> SwapTimes:
+        await asyncio.sleep(0.2)
+        return await super().swap(weights)
+
+
+def test_phases_exclude_each_other_and_add_up(config: Config, tokens: Tokens) -> None:
+    slow = make_config(
+        Path(config.model.path).parent,
+        reward__path=f"{VERIFIERS}:slow",
+        generator__scripted__tokens_per_s=20,
+    )
+    workers = RewardWorkers(slow.reward)
+    workers.start()
+
+    async def scenario() -> tuple[dict[str, float], float, set[str]]:
+        began = time.monotonic()
+        engine = PausingEngine(slow.generator.scripted, vocab_size=64)
+        async with Scene(slow, tokens, workers, [lease(0)], engine) as running:
+            states = set()
+            await running.buffer.until(lambda: bool(running.buffer.started))
+            while not running.buffer.groups:
+                states.add(running.worker.look().state)
+                await asyncio.sleep(0.01)
+            running.buffer.publish(WeightId(1, 1))
+            while running.worker.look().serving != [1, 1]:
+                states.add(running.worker.look().state)
+                await asyncio.sleep(0.01)
+            beat = running.worker.look()
+            await running.done()
+            return beat.seconds, time.monotonic() - began, states
+
+    try:
+        seconds, took, states = run(scenario())
+    finally:
+        workers.close()
+    assert sum(seconds.values()) == pytest.approx(took, abs=0.3)
+    assert {"generating", "scoring", "swapping", "waiting for leases"} <= states
+    assert seconds["scoring"] > 0.2
+    assert seconds["swapping"] == pytest.approx(0.2, abs=0.1)
+    assert seconds["generating"] > 0.04
 
 
 def test_room_in_the_engine_bounds_what_is_leased(
@@ -343,6 +435,7 @@ def test_a_prompt_over_the_limit_is_dropped_or_ends_the_run(
     else:
         (failed,) = run(scenario()).failed
         assert failed.content
+        assert failed.hopeless, "no further attempt can help"
 
 
 def test_a_reward_error_ends_the_run_when_on_error_is_stop(config: Config, tokens: Tokens) -> None:
@@ -366,13 +459,12 @@ def test_a_reward_error_ends_the_run_when_on_error_is_stop(config: Config, token
 
 
 def test_a_buffer_that_is_gone_ends_the_generator_within_the_bound(
-    config: Config, tokens: Tokens, rewards: RewardWorkers, monkeypatch: pytest.MonkeyPatch
+    config: Config, tokens: Tokens, rewards: RewardWorkers
 ) -> None:
-    monkeypatch.setattr(generators.worker, "UNREACHABLE_S", 1.0)
-    monkeypatch.setattr(generators.weights_in, "UNREACHABLE_S", 1.0)
+    hasty = make_config(Path(config.model.path).parent, network__buffer_timeout_s=1.0)
 
     async def scenario() -> None:
-        async with Scene(config, tokens, rewards, []) as running:
+        async with Scene(hasty, tokens, rewards, []) as running:
             await running.buffer.until(lambda: bool(running.buffer.requests))
             running.buffer.silent = True
             await asyncio.wait_for(running.task, 10)

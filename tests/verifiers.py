@@ -40,3 +40,8 @@ async def score_async(data_source, solution_str, ground_truth, extra_info):
 
 def missing_answer(data_source, solution_str, ground_truth, extra_info):
     raise LookupError("there is never an answer")
+
+
+def slow(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.3)
+    return 1.0
