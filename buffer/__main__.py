@@ -38,6 +38,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s buffer %(levelname)s %(message)s")
     faulthandler.register(signal.SIGUSR1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to drain
     try:
         config = load_resolved(Path(arguments.config))
         return asyncio.run(_serve(config, RunDir(Path(arguments.config).parent)))

@@ -79,6 +79,12 @@ class Waiting:
         """Whether a batch is assigned that the learner has not committed."""
         return self._training.position < self._ledger.policy.next_step
 
+    @property
+    def is_unpublished(self) -> bool:
+        """Whether the next group needs a version that the learner has not published."""
+        needed = self._ledger.next_min_version()
+        return needed is not None and needed > self._training.newest_version
+
     def missing_learner(self, *, now: float) -> str:
         """Why there is no learner at work; empty when there is one."""
         owner = self._training.owner
@@ -166,7 +172,7 @@ def _mending(waiting: Waiting, members: Members, *, now: float) -> str:
     look = "its log says what it does, SIGUSR1 makes it dump its stacks"
     if waiting.missing_learner(now=now):
         return "Start a learner (asyncrl-launch learner CONFIG)"
-    if waiting.is_training:
+    if waiting.is_training or (waiting.is_unpublished and not waiting.holders()):
         return f"Look at the learner: {look}"
     if not members.alive():
         return "Start a generator (asyncrl-launch generator CONFIG)"

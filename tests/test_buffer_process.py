@@ -157,6 +157,34 @@ def test_a_buffer_killed_in_the_middle_of_a_step_takes_the_commit_and_the_leases
     assert fates(tmp_path) == {"trained": 12, "not_issued": NUM_ROWS - 12}
 
 
+def test_a_buffer_that_was_stopped_for_a_while_blames_nobody(tmp_path: Path) -> None:
+    """Nobody is dead for not having been heard, and no lease has run out meanwhile."""
+
+    async def scenario(process: subprocess.Popen[str]) -> None:
+        address = address_of(tmp_path, process)
+        generator = Generator(address, "generator-0")
+        held = await generator.lease(4)
+        for lease in held:
+            await generator.start(lease)
+        await generator.beat()
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(3.0)
+        process.send_signal(signal.SIGCONT)
+        await asyncio.sleep(0.6)
+        values = await generator.status()
+        assert values["counts"] == {"leased": 4}
+        assert values["leases"][0]["attempt"] == 0
+        assert values["leases"][0]["age_s"] < 2.5
+        await generator.close()
+
+    begin(tmp_path, make_config(buffer__lease_timeout_s=2.5, network__heartbeat_s=0.3))
+    with buffer_process(tmp_path) as process:
+        asyncio.run(asyncio.wait_for(scenario(process), 60))
+        process.kill()
+        _, stderr = process.communicate(timeout=10)
+    assert "sent nothing" not in stderr
+
+
 def test_sigint_once_drains_and_the_run_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     async def life(name: str, *, version: int, interrupt_at: int | None) -> tuple[Learner, int]:
         process = start(tmp_path)

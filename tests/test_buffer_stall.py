@@ -15,7 +15,7 @@ from serving_buffer import play, serving
 
 from asyncrl.config import Config
 from asyncrl.journal import fates
-from asyncrl.messages import End
+from asyncrl.messages import Commit, End
 from buffer.watchdog import MIN_WARN_S, Watchdog
 
 
@@ -163,6 +163,25 @@ def test_a_final_evaluation_that_nobody_makes_is_what_is_missing(tmp_path: Path)
             expected = "evaluation of version 1: 0 of 3 rows, in flight at generator-0. Members"
             assert expected in reason
             assert "Look at generator-0" in reason
+
+    play(scenario())
+
+
+def test_a_version_that_was_never_published_is_the_learners_fault(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, stalling(2.0), train=24) as here:
+            learner, generator = here.learner(), here.generator()
+            await learner.register()
+            for lease in await generator.lease(4):
+                await generator.submit(lease)
+            await learner.fetch(0)
+            await learner.ask(Commit(inc=1, version=1, metrics={}))
+            beats = asyncio.create_task(generator.beat_for_ever())
+            learner.version = 1
+            reason = await ended(learner)
+            beats.cancel()
+            assert "the next needs version 1, newest published 0, generator-0 serves 0" in reason
+            assert "Look at the learner" in reason
 
     play(scenario())
 
