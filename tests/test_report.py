@@ -27,8 +27,23 @@ from asyncrl.messages import End
 from asyncrl.report.page import write_report
 from asyncrl.report.reading import find_run, read_metrics, read_run
 from asyncrl.report.samples import choose
-from asyncrl.report.series import evaluations, run_clock, smoothed, trained_steps
-from asyncrl.report.summary import fates_text, gather, headline, outcome, table
+from asyncrl.report.series import (
+    evaluations,
+    run_clock,
+    sampling_speed,
+    smoothed,
+    staleness_shares,
+    tokens_sampled,
+    trained_steps,
+)
+from asyncrl.report.summary import (
+    fates_text,
+    gather,
+    headline,
+    outcome,
+    table,
+    waiting_shares,
+)
 from asyncrl.report.timeline import Lane, Span, lanes, shares
 
 PICTURES = ["reward", "staleness", "throughput", "timeline"]
@@ -95,11 +110,44 @@ def test_shares_of_a_process_add_up_to_one_where_it_was_there() -> None:
 
 def test_time_of_each_process_is_that_of_its_records_and_beats(known: Path) -> None:
     run = read_run(known)
-    found = {lane.name: lane.seconds for lane in lanes(run, run_clock(run))}
+    found = {lane.name: lane.seconds() for lane in lanes(run, run_clock(run))}
     assert list(found) == ["learner", "generator-0", "generator-1"]
     assert found["learner"] == pytest.approx({"wait": 32, "work": 30, "replay": 10, "weights": 8})
     assert found["generator-0"] == pytest.approx({"start": 10, "work": 42, "wait": 18})
     assert found["generator-1"] == pytest.approx({"start": 5, "work": 21, "wait": 9})
+
+
+def test_the_speed_of_the_generators_is_what_their_heartbeats_counted(known: Path) -> None:
+    run = read_run(known)
+    clock = run_clock(run)
+    points = sampling_speed(run, clock)
+    width = points[1][0] - points[0][0]
+    assert sum(speed * width for _, speed in points) == pytest.approx(tokens_sampled(run))
+    together = [speed for seconds, speed in points if 20 < seconds < 30]
+    assert together == pytest.approx([14.0] * len(together))
+
+
+def test_without_heartbeats_the_speed_is_that_of_the_buffers_records(known: Path) -> None:
+    run = read_run(known)
+    run.beats.clear()
+    assert [speed for _, speed in sampling_speed(run, run_clock(run))] == [
+        40.0 + step for step in range(STEPS)
+    ]
+
+
+def test_waiting_before_the_first_step_is_not_counted(known: Path) -> None:
+    run = read_run(known)
+    first = next(record for record in run.metrics if "time/step_s" in record)
+    first |= {"time/wait_batch_s": 1000.0, "time/step_s": 1006.0}
+    facts = gather(run)
+    assert dict(waiting_shares(facts))["learner"] == pytest.approx(0.4)
+
+
+def test_shares_of_staleness_add_up_to_one_in_every_step(known: Path) -> None:
+    grid = staleness_shares(trained_steps(read_run(known)))
+    assert grid.shape == (BOUND + 1, STEPS)
+    assert grid.argmax(axis=0).tolist() == STALENESS
+    assert grid.sum(axis=0).tolist() == [1.0] * STEPS
 
 
 def test_two_processes_of_one_name_that_live_together_have_a_row_each(known: Path) -> None:
@@ -134,7 +182,8 @@ def test_the_summary_says_what_the_records_say(known: Path) -> None:
     assert lines["median wait for a batch"] == "4.0 s"
     assert lines["lives of the learner"] == "2"
     assert lines["tokens trained, with prompts"] == "600"
-    assert lines["learner waited"] == "40.0%"
+    assert lines["learner waited, after the first step"] == "40.0%"
+    assert lines["tokens sampled"] == "630"
     top = dict(headline(facts))
     assert top["training reward, first and last step"] == "0.100 → 0.600"
     assert top["held-out accuracy"] == "0.250 → 0.750"

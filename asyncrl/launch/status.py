@@ -100,8 +100,9 @@ def journal_says(path: Path) -> str:
     run = read_run(path)
     if not run.groups:
         return "Its journal holds nothing yet; what its programs said is in logs/."
-    at = max(file.stat().st_mtime for file in path.glob("journal.sqlite*"))
+    times = [beat.at for beat in run.beats] + [group.finished_at or 0.0 for group in run.groups]
+    last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(times)))
     return (
         f"Its journal says: {outcome(run)}; prompts: {fates_text(run.fates)}; "
-        f"last written {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}."
+        f"the last sign of life is of {last}."
     )

@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
-import matplotlib
-import matplotlib.style
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, to_rgba
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from asyncrl.report.series import smoothed
+from asyncrl.report.axes import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    RED,
+    WIDTH_IN,
+    line,
+    png,
+    ramp,
+    style,
+    time_axis,
+    time_unit,
+)
+from asyncrl.report.series import sampling_speed, staleness_shares
 from asyncrl.report.summary import RunFacts
 from asyncrl.report.timeline import KINDS, Lane, shares
 
-WIDTH_IN = 10.0
-DPI = 130
-_INK, _RULES = "#24292f", "#d0d7de"
-_BLUE, _ORANGE, _GREEN = "#3d84c6", "#e8912d", "#4fa36c"
 _KIND_COLORS = {
-    "work": _BLUE,
-    "wait": _ORANGE,
+    "work": BLUE,
+    "wait": ORANGE,
+    "score": "#d2699a",
     "weights": "#9a6fc4",
     "replay": "#86bfe8",
-    "save": _GREEN,
+    "save": GREEN,
     "start": "#a9b1ba",
     "other": "#6c7681",
 }
-_MANY_STEPS = 30
-"""From here on a moving mean is drawn over the single steps."""
 _BINS = 900
 _BAND, _GAP = 40, 5
 """Pixels of a process's band in the timeline, and above and below it."""
@@ -50,11 +52,11 @@ def draw_all(facts: RunFacts) -> dict[str, bytes]:
         "timeline": timeline_figure,
     }
     drawn = {}
-    with _style():
+    with style():
         for name, draw in pictures.items():
             figure = draw(facts)
             if figure is not None:
-                drawn[name] = _png(figure)
+                drawn[name] = png(figure)
     return drawn
 
 
@@ -73,15 +75,15 @@ def reward_figure(facts: RunFacts) -> Figure | None:
         (left, [float(step.step) for step in steps], [float(p.version) for p in evals]),
         (right, times, eval_times),
     ):
-        _line(axes, x, rewards, color=_BLUE, label="training reward, all groups that came in")
+        line(axes, x, rewards, color=BLUE, label="training reward, all groups that came in")
         if evals:
             accuracy = [point.accuracy for point in evals]
-            axes.plot(eval_x, accuracy, color=_ORANGE, linewidth=1, alpha=0.4)
-            axes.plot(eval_x, accuracy, "D", color=_ORANGE, label="held-out accuracy", zorder=3)
+            axes.plot(eval_x, accuracy, color=ORANGE, linewidth=1, alpha=0.4)
+            axes.plot(eval_x, accuracy, "D", color=ORANGE, label="held-out accuracy", zorder=3)
     left.set(xlabel="step, and policy version before it", ylabel="mean reward")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set_xlim(left=0)
-    _time_axis(right, facts)
+    time_axis(right, clock)
     figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
@@ -91,39 +93,20 @@ def staleness_figure(facts: RunFacts) -> Figure | None:
     steps = [step for step in facts.steps if sum(step.staleness.values())]
     if not steps:
         return None
-    bound_of = {step.step: step.max_staleness for step in facts.run.steps}
-    highest = max([*bound_of.values(), *(max(step.staleness) for step in steps)])
     first, last = steps[0].step, steps[-1].step
-    grid = np.full((highest + 2, last - first + 1), np.nan)
-    for step in steps:
-        grid[:, step.step - first] = 0.0
-        for age, count in step.staleness.items():
-            grid[age, step.step - first] = count / sum(step.staleness.values())
+    bound_of = {step.step: step.max_staleness for step in facts.run.steps}
+    default = facts.run.setting("max_staleness")
+    bounds = np.array([bound_of.get(step, default) for step in range(first, last + 1)], float)
+    grid = staleness_shares(steps)
+    highest = int(np.nanmax([*bounds, len(grid) - 1]))
     figure = Figure(figsize=(WIDTH_IN, min(2.4 + 0.3 * highest, 5.0)), layout="constrained")
     axes = figure.subplots()
-    edges = np.arange(first, last + 2) - 0.5
-    mesh = axes.pcolormesh(edges, np.arange(highest + 3) - 0.5, grid, cmap=_ramp(), vmin=0, vmax=1)
-    bounds = [
-        bound_of.get(step, facts.run.setting("max_staleness")) for step in range(first, last + 1)
-    ]
-    axes.stairs(
-        np.array(bounds, float) + 0.5,
-        edges,
-        baseline=None,
-        color="#d1443c",
-        linewidth=2.5,
-        label="max_staleness: nothing above is trained",
-    )
+    edges, ages = np.arange(first, last + 2) - 0.5, np.arange(len(grid) + 1) - 0.5
+    mesh = axes.pcolormesh(edges, ages, grid, cmap=ramp(), vmin=0, vmax=1)
+    label = "max_staleness: nothing above is trained"
+    axes.stairs(bounds + 0.5, edges, baseline=None, color=RED, linewidth=2.5, label=label)
     means = [step.number("staleness/mean") for step in steps]
-    axes.plot(
-        [step.step for step in steps],
-        _nans(means),
-        color=_ORANGE,
-        linewidth=1.8,
-        marker="o" if len(steps) < _MANY_STEPS else None,
-        markersize=4,
-        label="mean",
-    )
+    line(axes, [step.step for step in steps], means, color=ORANGE, label="mean")
     axes.set(xlabel="step", ylabel="staleness (versions)", ylim=(-0.5, highest + 1.5))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
@@ -142,15 +125,17 @@ def throughput_figure(facts: RunFacts) -> Figure | None:
     axes = figure.subplots()
     unit_s, _ = time_unit(facts.clock.total_s)
     times = [facts.clock.seconds(step.at) / unit_s for step in steps]
-    for name, color, label in (
-        ("train/tokens_per_s", _BLUE, "learner: prompt and response tokens trained"),
-        ("buffer/generator_tokens_per_s", _GREEN, "all generators: tokens sampled"),
-    ):
-        _line(axes, times, [step.number(name) for step in steps], color=color, label=label)
+    speeds = [step.number("train/tokens_per_s") for step in steps]
+    label = "learner: prompt and response tokens trained"
+    line(axes, times, speeds, color=BLUE, label=label)
+    sampled = sampling_speed(facts.run, facts.clock)
+    sampled_at = [seconds / unit_s for seconds, _ in sampled]
+    label = "all generators: tokens sampled"
+    axes.plot(sampled_at, [speed for _, speed in sampled], color=GREEN, label=label)
     axes.set(ylabel="tokens per second")
     axes.set_xlim(0, max(facts.clock.total_s / unit_s, 1e-3))
     axes.set_ylim(bottom=0)
-    _time_axis(axes, facts)
+    time_axis(axes, facts.clock)
     figure.legend(loc="outside upper center", ncols=2)
     return figure
 
@@ -166,14 +151,14 @@ def timeline_figure(facts: RunFacts) -> Figure | None:
     edges = np.linspace(0.0, facts.clock.total_s, _BINS + 1)
     image = np.concatenate([_band(lane, edges) for lane in facts.lanes])
     axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, end, rows, 0))
-    present = {kind for lane in facts.lanes for kind, s in lane.seconds.items() if s > 0}
+    present = {kind for lane in facts.lanes for kind, s in lane.seconds().items() if s > 0}
     patches = [
         Patch(color=_KIND_COLORS[kind], label=KINDS[kind]) for kind in KINDS if kind in present
     ]
     axes.set_yticks([row + 0.5 for row in range(rows)], [lane.name for lane in facts.lanes])
     axes.tick_params(axis="y", length=0)
     axes.grid(False)
-    _time_axis(axes, facts)
+    time_axis(axes, facts.clock)
     figure.legend(handles=patches, loc="outside upper center", ncols=3)
     return figure
 
@@ -188,65 +173,3 @@ def _band(lane: Lane, edges: NDArray[np.float64]) -> NDArray[np.float64]:
     image = np.zeros((_BAND + 2 * _GAP, len(edges) - 1, 4))
     image[_GAP:-_GAP] = colors[kinds[::-1]]
     return image
-
-
-def _line(
-    axes: Axes, x: Sequence[float], values: list[float | None], *, color: str, label: str
-) -> None:
-    """The points; where there are many, faint ones and their moving mean."""
-    if not any(value is not None for value in values):
-        return
-    if len(values) < _MANY_STEPS:
-        axes.plot(x, _nans(values), "o-", color=color, markersize=4, label=label)
-        return
-    window = max(5, len(values) // 20)
-    axes.plot(x, _nans(values), color=color, alpha=0.3, linewidth=1)
-    mean = smoothed(values, window=window)
-    axes.plot(x, _nans(mean), color=color, label=f"{label} (mean of {window})")
-
-
-def _nans(values: Sequence[float | None]) -> list[float]:
-    return [np.nan if value is None else value for value in values]
-
-
-def time_unit(total_s: float) -> tuple[float, str]:
-    """Seconds in the unit in which so long a run is drawn, and its name."""
-    if total_s < 180:
-        return 1.0, "seconds"
-    return (60.0, "minutes") if total_s < 3 * 3600 else (3600.0, "hours")
-
-
-def _time_axis(axes: Axes, facts: RunFacts) -> None:
-    """Labels the axis of the run's clock, and marks where pauses were cut out of it."""
-    unit_s, unit = time_unit(facts.clock.total_s)
-    resumed = facts.clock.resumed_at
-    axes.set_xlabel(f"{unit} (dotted: a pause is left out)" if resumed else unit)
-    for seconds in resumed:
-        axes.axvline(seconds / unit_s, color="#808890", linestyle=":", linewidth=1.5)
-
-
-def _ramp() -> Any:
-    """From the background to blue."""
-    return LinearSegmentedColormap.from_list("share", ["white", _BLUE])
-
-
-def _png(figure: Figure) -> bytes:
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
-
-
-@contextmanager
-def _style() -> Iterator[None]:
-    """Our look, whatever the user's own matplotlib settings are."""
-    names = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
-    look: dict[str, Any] = {
-        **dict.fromkeys(names, _INK),
-        **dict.fromkeys(("axes.edgecolor", "grid.color"), _RULES),
-        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-        "axes.grid": True,
-        "savefig.dpi": DPI,
-        "font.size": 10,
-    }
-    with matplotlib.style.context(["default", look]):
-        yield

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.journal_tables import BeatRow
 from asyncrl.report.reading import Record, RunRecords
 
 PAUSE_S = 120.0
@@ -123,6 +128,32 @@ def run_clock(run: RunRecords) -> RunClock:
     return RunClock(spans)
 
 
+def sampling_speed(run: RunRecords, clock: RunClock) -> list[tuple[float, float]]:
+    """Tokens per second of all generators together, at seconds of the run's clock.
+
+    From what their heartbeats counted; without any, from the buffer's records of the steps.
+    """
+    spans = list(_sampled(run, clock))
+    if not spans:
+        points = [
+            (step.at, step.number("buffer/generator_tokens_per_s")) for step in trained_steps(run)
+        ]
+        return [(clock.seconds(at), speed) for at, speed in points if speed is not None]
+    width = max(clock.total_s / 100, statistics.median(end - begin for begin, end, _ in spans))
+    edges = np.arange(0.0, clock.total_s + width, width)
+    tokens = np.zeros(len(edges) - 1)
+    for begin, end, count in spans:
+        overlap = np.minimum(edges[1:], end) - np.maximum(edges[:-1], begin)
+        tokens += count * np.clip(overlap, 0, None) / (end - begin)
+    return list(zip((edges[:-1] + width / 2).tolist(), (tokens / width).tolist(), strict=True))
+
+
+def tokens_sampled(run: RunRecords) -> int:
+    """By all generators that ever were, whatever became of the tokens."""
+    last = {beat.member: beat.tokens for beat in run.beats if beat.role == "generator"}
+    return sum(last.values())
+
+
 def smoothed(values: Sequence[float | None], *, window: int) -> list[float | None]:
     """The mean of the last `window` values at each point; None until there is one."""
     result: list[float | None] = []
@@ -139,6 +170,31 @@ def tokens_by_staleness(steps: Iterable[TrainedStep]) -> dict[int, float]:
         for age, count in step.staleness.items():
             total[age] += count
     return dict(sorted(total.items()))
+
+
+def staleness_shares(steps: Sequence[TrainedStep]) -> NDArray[np.float64]:
+    """[ages, steps]: the share of each step's tokens at each staleness, from the first step to the
+    last; nan for a step that is missing between them."""
+    first, last = steps[0].step, steps[-1].step
+    highest = max(max(step.staleness, default=0) for step in steps)
+    grid = np.full((highest + 1, last - first + 1), np.nan)
+    for step in steps:
+        total = sum(step.staleness.values())
+        column = [step.staleness.get(age, 0.0) / total for age in range(highest + 1)]
+        grid[:, step.step - first] = column
+    return grid
+
+
+def _sampled(run: RunRecords, clock: RunClock) -> Iterator[tuple[float, float, int]]:
+    """(from, to, tokens) between the heartbeats of each generator."""
+    before: dict[str, BeatRow] = {}
+    for beat in run.beats:
+        last = before.get(beat.member)
+        if last is not None and beat.role == "generator":
+            begin, end = clock.seconds(last.at), clock.seconds(beat.at)
+            if end > begin:
+                yield begin, end, beat.tokens - last.tokens
+        before[beat.member] = beat
 
 
 def _values(record: str, name: str) -> Record:

@@ -15,7 +15,9 @@ from asyncrl.report.series import (
     TrainedStep,
     evaluations,
     run_clock,
+    sampling_speed,
     tokens_by_staleness,
+    tokens_sampled,
     trained_steps,
 )
 from asyncrl.report.timeline import Lane, lanes
@@ -92,7 +94,10 @@ def table(facts: RunFacts) -> list[Line]:
         Line(f"held-out accuracy, version {point.version}", f"{point.accuracy:.3f}")
         for point in (facts.evals[:1] + facts.evals[1:][-1:])
     ]
-    lines += [Line(f"{name} waited", f"{share:.1%}") for name, share in waiting_shares(facts)]
+    lines += [
+        Line(f"{name} waited, after the first step", f"{share:.1%}")
+        for name, share in waiting_shares(facts)
+    ]
     return lines
 
 
@@ -135,10 +140,16 @@ def bounds(run: RunRecords) -> str:
 
 
 def waiting_shares(facts: RunFacts) -> list[tuple[str, float]]:
-    """Part of its time in which a process waited, for the learner and all generators together."""
+    """Part of its time in which a process waited, for the learner and all generators together.
+
+    Counted from the end of the first step: before it, everybody waits for engines to load.
+    """
+    if not facts.steps:
+        return []
+    since_s = facts.clock.seconds(facts.steps[0].at)
     learner = [lane for lane in facts.lanes if lane.name == "learner"]
     generators = [lane for lane in facts.lanes if lane.name != "learner"]
-    found = [("learner", _share(learner)), ("generators", _share(generators))]
+    found = [("learner", _share(learner, since_s)), ("generators", _share(generators, since_s))]
     return [(name, share) for name, share in found if share is not None]
 
 
@@ -159,16 +170,17 @@ def _step_lines(facts: RunFacts) -> list[Line]:
         ("time/step_s", "median step", "{:.1f} s".format),
         ("time/wait_batch_s", "median wait for a batch", "{:.1f} s".format),
         ("train/tokens_per_s", "median speed of the learner", "{:,.0f} tokens/s".format),
-        (
-            "buffer/generator_tokens_per_s",
-            "median speed of the generators",
-            "{:,.0f} tokens/s".format,
-        ),
     ]
     for name, title, form in medians:
         values = _numbers(steps, name)
         if values:
             lines.append(Line(title, form(statistics.median(values))))
+    speeds = [speed for _, speed in sampling_speed(facts.run, facts.clock) if speed]
+    if speeds:
+        median = f"{statistics.median(speeds):,.0f} tokens/s"
+        lines.append(Line("median speed of the generators", median))
+    if sampled := tokens_sampled(facts.run):
+        lines.append(Line("tokens sampled", f"{sampled:,}"))
     trained = sum(_numbers(steps, "train/num_tokens"))
     lines.append(Line("tokens trained, with prompts", f"{trained:,.0f}"))
     skipped = sum(_numbers(steps, "train/skipped"))
@@ -191,7 +203,7 @@ def _num_lives(run: RunRecords) -> int:
     return max(int(record.get("attempt", 1)) for record in run.metrics)
 
 
-def _share(those: Sequence[Lane]) -> float | None:
-    seconds = [lane.seconds for lane in those]
+def _share(those: Sequence[Lane], since_s: float) -> float | None:
+    seconds = [lane.seconds(since_s=since_s) for lane in those]
     total = sum(sum(each.values()) for each in seconds)
     return sum(each.get("wait", 0.0) for each in seconds) / total if total else None

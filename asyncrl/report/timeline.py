@@ -17,6 +17,7 @@ from asyncrl.report.series import RunClock, is_replay
 KINDS = {
     "work": "generates or trains",
     "wait": "waits: for prompts, a batch or weights",
+    "score": "scores, nothing in the engine",
     "weights": "weights out or in",
     "replay": "trains again after a restart",
     "save": "saves",
@@ -36,6 +37,8 @@ _KIND_OF_PHASE = {
     "start": "start",
     "starting": "start",
     "generating": "work",
+    "scoring": "score",
+    "swapping": "weights",
     "waiting for leases": "wait",
 }
 
@@ -56,20 +59,14 @@ class Lane:
     name: str
     spans: list[Span]
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of each kind, over the whole run."""
+    def seconds(self, *, since_s: float = 0.0) -> dict[str, float]:
+        """Seconds of each kind, in the spans that lie, for the most part, after `since_s`."""
         total: defaultdict[str, float] = defaultdict(float)
         for span in self.spans:
-            for kind, seconds in span.seconds.items():
-                total[kind] += seconds
+            if (span.begin_s + span.end_s) / 2 >= since_s:
+                for kind, seconds in span.seconds.items():
+                    total[kind] += seconds
         return dict(total)
-
-    def share(self, kind: str) -> float | None:
-        """The part of its time that went to `kind`; None for a process without any time."""
-        seconds = self.seconds
-        total = sum(seconds.values())
-        return seconds.get(kind, 0.0) / total if total else None
 
 
 def lanes(run: RunRecords, clock: RunClock) -> list[Lane]:
