@@ -51,6 +51,28 @@ def test_no_process_outlives_the_launcher_and_no_other_is_touched(
     assert unrelated.returncode == 0
 
 
+def test_one_interrupt_lets_the_step_end_and_the_run_goes_on_later(
+    config: Path, tmp_path: Path
+) -> None:
+    places = ("checkpoint.every=0", "local.generators=2")
+    with launched(config, *places, directory=tmp_path) as launcher:
+        launcher.wait_for_steps(2)
+        children = launcher.children()
+        launcher.process.send_signal(signal.SIGINT)
+        drained = launcher.finish(30)
+    assert drained.code == 130, drained.logs()
+    assert "the learner ends its step and writes a checkpoint" in drained.errors
+    assert "checkpoint.resume=auto" in drained.errors
+    assert still_running(children, timeout_s=0) == []
+    done = len(drained.steps)
+    assert (drained.run_dir / "checkpoints" / f"version-{done:08d}").is_dir()
+    fast = ("checkpoint.resume=auto", "generator.scripted.tokens_per_s=500")
+    finished = run_local(config, *places, *fast, directory=tmp_path)
+    assert finished.code == 0, finished.logs()
+    assert [record["step"] for record in finished.steps] == list(range(15))
+    assert "60 trained" in finished.output
+
+
 def test_a_second_interrupt_stops_at_once(config: Path, tmp_path: Path) -> None:
     with launched(config, directory=tmp_path) as launcher:
         launcher.wait_for_steps(1)
