@@ -102,6 +102,14 @@ def test_a_run_without_members_and_one_that_has_ended_are_screens_too() -> None:
     assert "the run failed: no luck" in printed(VALUES | {"ended": "no luck", "failed": True})
 
 
+def test_a_run_in_which_many_have_died_is_still_one_screen() -> None:
+    *alive, dead = VALUES["members"]
+    gone = [dead | {"name": f"generator-9-{i}"} for i in range(40)]
+    text = printed(VALUES | {"members": [*gone, *alive]})
+    assert text.index("generator-0-aa") < text.index("generator-9-0")
+    assert "and 35 more that are gone" in text
+
+
 def test_a_narrow_terminal_keeps_the_names() -> None:
     text = printed(VALUES, width=80)
     assert "generator-1-bb" in text

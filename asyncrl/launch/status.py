@@ -42,7 +42,7 @@ def show_status(
             values = _ask(client)
             if values is None:
                 print(f"the buffer of {name} at {address} answers no more", file=sys.stderr)
-                return 0
+                return 2 if watch_s is None else 0
             _print({"run": name, **values}, as_json=as_json, is_watched=watch_s is not None)
             if watch_s is None or values.get("ended"):
                 return 0
@@ -70,10 +70,10 @@ def _connect(client: ThreadClient, address: str, path: Path | None) -> str:
     try:
         return client.connect(deadline_s=ANSWER_S).run_name
     except RefusedError as error:
-        raise ValueError(f"the buffer at {address} refuses: {error}") from None
+        problem = f"the buffer at {address} refuses: {error}."
     except Unreachable:
-        says = f" {journal_says(path)}" if path is not None else ""
-        raise ValueError(f"no buffer answers at {address} within {ANSWER_S:g} s.{says}") from None
+        problem = f"no buffer answers at {address} within {ANSWER_S:g} s."
+    raise ValueError(f"{problem} {journal_says(path)}" if path is not None else problem)
 
 
 def _ask(client: ThreadClient) -> Values | None:

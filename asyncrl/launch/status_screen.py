@@ -11,6 +11,8 @@ from rich.text import Text
 from asyncrl.report.reading import in_order
 
 SHOWN_LEASES = 5
+SHOWN_GONE = 5
+"""Dead members, and those that have left, that have a row."""
 Values = dict[str, Any]
 
 
@@ -105,17 +107,21 @@ def _waiting(values: Values) -> Text:
 
 
 def members_table(values: Values) -> Table:
-    """One row for each process that has ever joined."""
+    """One row for each process that is there, and for some of those that were."""
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     table.add_column("member", no_wrap=True)
     table.add_column("where")
     table.add_column("state", overflow="fold")
     for name in ("since", "version", "behind", "tokens/s", "leases", "heard"):
         table.add_column(name, justify="right", no_wrap=True)
-    for member in values["members"]:
-        style = "" if member["alive"] else "red"
+    members = sorted(values["members"], key=lambda m: not m["alive"])
+    num_alive = sum(member["alive"] for member in members)
+    for member in members[: num_alive + SHOWN_GONE]:
+        style = "red" if not member["alive"] else "yellow" if member.get("suspended") else ""
         table.add_row(*member_cells(member, values), style=style)
-    if not values["members"]:
+    if len(members) > num_alive + SHOWN_GONE:
+        table.add_row(f"and {len(members) - num_alive - SHOWN_GONE} more that are gone")
+    if not members:
         table.add_row("nobody has joined")
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -38,6 +39,8 @@ _KIND_COLORS = {
     "start": "#a9b1ba",
     "other": "#6c7681",
 }
+_SHARE_SEEN = 0.002
+"""A kind that took less of all time cannot be seen, and is left out of the legend."""
 _BINS = 900
 _BAND, _GAP = 40, 5
 """Pixels of a process's band in the timeline, and above and below it."""
@@ -82,7 +85,8 @@ def reward_figure(facts: RunFacts) -> Figure | None:
             axes.plot(eval_x, accuracy, "D", color=ORANGE, label="held-out accuracy", zorder=3)
     left.set(xlabel="step, and policy version before it", ylabel="mean reward")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    right.set_xlim(left=0)
+    left.set_xlim(-0.5, max([step.step for step in steps] + [p.version for p in evals]) + 0.5)
+    right.set_xlim(0, max(clock.total_s / unit_s * 1.01, 1e-3))
     time_axis(right, clock)
     figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
@@ -151,10 +155,9 @@ def timeline_figure(facts: RunFacts) -> Figure | None:
     edges = np.linspace(0.0, facts.clock.total_s, _BINS + 1)
     image = np.concatenate([_band(lane, edges) for lane in facts.lanes])
     axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, end, rows, 0))
-    present = {kind for lane in facts.lanes for kind, s in lane.seconds().items() if s > 0}
-    patches = [
-        Patch(color=_KIND_COLORS[kind], label=KINDS[kind]) for kind in KINDS if kind in present
-    ]
+    seconds = sum((Counter(lane.seconds()) for lane in facts.lanes), Counter[str]())
+    visible = [kind for kind in KINDS if seconds[kind] > _SHARE_SEEN * seconds.total()]
+    patches = [Patch(color=_KIND_COLORS[kind], label=KINDS[kind]) for kind in visible]
     axes.set_yticks([row + 0.5 for row in range(rows)], [lane.name for lane in facts.lanes])
     axes.tick_params(axis="y", length=0)
     axes.grid(False)
