@@ -76,7 +76,7 @@ class Launched:
     def children(self, module: str = "") -> list[psutil.Process]:
         """All its descendants, or those that `python -m MODULE` started."""
         found = psutil.Process(self.process.pid).children(recursive=True)
-        return [p for p in found if not module or ["-m", module] == p.cmdline()[2:4]]
+        return [p for p in found if not module or ["-m", module] == _command_line(p)[2:4]]
 
     def finish(self, timeout_s: float = 60) -> Finished:
         """Waits for its end; one that has not ended in time is killed."""
@@ -160,5 +160,12 @@ def write_scripted_config(path: Path, task: Path, **changes: Any) -> Path:
 def still_running(processes: Sequence[psutil.Process], *, timeout_s: float) -> list[str]:
     """Command lines of those that have not ended in time; one that nobody has reaped has ended."""
     _, there = psutil.wait_procs(processes, timeout=timeout_s)
-    alive = [p for p in there if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    return [" ".join(process.cmdline()) for process in alive]
+    return [" ".join(line) for process in there if (line := _command_line(process))]
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    """Empty for one that has ended, reaped or not."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
