@@ -105,6 +105,29 @@ def test_no_batch_leaves_a_run_that_is_being_stopped(tmp_path: Path) -> None:
     play(scenario())
 
 
+def test_a_batch_that_was_fetched_ahead_and_will_not_be_trained_keeps_nobody(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config(max_staleness=1), train=24) as here:
+            learner, generator = here.learner(), here.generator()
+            await learner.register()
+            for lease in await generator.lease(8):
+                await generator.submit(lease)
+            for step in (0, 1):
+                assert isinstance(await learner.fetch(step), Batch)
+            here.server.drain("SIGINT")
+            assert await learner.commit()
+            assert (await learner.end()).stopped
+            assert (await generator.beat()).done
+            began = time.monotonic()
+            assert await here.task == STOPPED
+            assert time.monotonic() - began < 3
+        assert fates(tmp_path) == {"trained": 4, "assigned": 4, "not_issued": 16}
+
+    play(scenario())
+
+
 def test_idle_members_hear_of_a_stop_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, make_config(), max_wait_s=5) as here:

@@ -443,6 +443,25 @@ def test_a_learner_that_dies_after_the_end_replays_what_its_checkpoint_lacks(
     play(second_life())
 
 
+def test_a_learner_that_comes_back_while_others_hear_of_the_end_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config(max_steps=3, max_staleness=1), train=20) as here:
+            slow = here.generator("slow")
+            await slow.status()  # is there, and has not heard
+            await run_to_end(here)
+            learner = here.learner("learner-1")
+            await learner.register(1)
+            assert not (await slow.beat()).done
+            assert await learner.train() is not None
+            assert sorted(learner.batches) == [1, 2]
+            assert (await slow.beat()).done
+            assert await here.task == 0
+
+    play(scenario())
+
+
 def test_a_restarted_buffer_ends_a_trained_run_whose_learner_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
