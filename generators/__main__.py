@@ -25,7 +25,7 @@ from asyncrl.config.load import load_resolved
 from asyncrl.config.schema import Config
 from asyncrl.handshake import member_settings
 from asyncrl.heartbeat import HeartbeatThread
-from asyncrl.messages import Hello, Leave
+from asyncrl.messages import Hello, Leave, Welcome
 from asyncrl.run_dir import RunDir
 from asyncrl.transport import Client, RefusedError, Unreachable
 from generators.engine import Engine
@@ -82,6 +82,7 @@ async def _generate(config: Config, address: str, hello: Hello, clock: PhaseCloc
     try:
         await _serve(config, address, hello, rewards, clock)
     except asyncio.CancelledError:
+        rewards.close()
         _end_at_once(128 + signals[0])
     finally:
         rewards.close()
@@ -106,31 +107,49 @@ def _cancel_on_signals() -> list[int]:
 async def _serve(
     config: Config, address: str, hello: Hello, rewards: RewardWorkers, clock: PhaseClock
 ) -> None:
-    """Checks what can be checked without the model, joins, then loads the model and works."""
-    with _starting():
-        settings, tokens, _ = await asyncio.gather(
-            asyncio.to_thread(member_settings, config, "generator"),
-            asyncio.to_thread(Tokens, config),
-            asyncio.to_thread(rewards.start),
-        )
-        engine: Engine = VllmEngine(config)
-        if config.generator.engine == "scripted":
-            vocabulary = await asyncio.to_thread(vocabulary_size, config.model.path)
-            engine = ScriptedEngine(config.generator.scripted, vocab_size=vocabulary)
+    """Checks what can be checked without the model while it joins; then works."""
+    settings = await asyncio.to_thread(member_settings, config, "generator")
     client = Client(address, hello=hello.model_copy(update={"settings": settings}))
-    worker = Worker(config, engine=engine, tokens=tokens, rewards=rewards, clock=clock)
     try:
-        await _join(config, client, engine, worker)
+        with _starting():
+            joining = asyncio.create_task(
+                client.connect(deadline_s=config.network.wait_for_buffer_s)
+            )
+            try:
+                tokens, engine = await _check(config, rewards)
+                welcome = await joining
+            finally:
+                joining.cancel()
+        worker = Worker(config, engine=engine, tokens=tokens, rewards=rewards, clock=clock)
+        try:
+            await _work(client, welcome, engine, worker)
+        finally:
+            await engine.close()
+            tokens.close()
     finally:
         await client.close()
-        await engine.close()
-        tokens.close()
 
 
-async def _join(config: Config, client: Client, engine: Engine, worker: Worker) -> None:
-    """From the buffer's welcome to the end of the run, or to a farewell."""
-    with _starting():
-        welcome = await client.connect(deadline_s=config.network.wait_for_buffer_s)
+async def _check(config: Config, rewards: RewardWorkers) -> tuple[Tokens, Engine]:
+    """Waits for both checks, as neither can be interrupted; raises what the first one found."""
+    started = asyncio.create_task(asyncio.to_thread(rewards.start))
+    try:
+        return await asyncio.to_thread(_make_parts, config)
+    finally:
+        await started
+
+
+def _make_parts(config: Config) -> tuple[Tokens, Engine]:
+    """Tokens, and an engine that is not loaded yet."""
+    tokens = Tokens(config)
+    if config.generator.engine == "scripted":
+        vocabulary = vocabulary_size(config.model.path)
+        return tokens, ScriptedEngine(config.generator.scripted, vocab_size=vocabulary)
+    return tokens, VllmEngine(config)
+
+
+async def _work(client: Client, welcome: Welcome, engine: Engine, worker: Worker) -> None:
+    """From the first sign of life to the end of the run, or to a farewell."""
     loop = asyncio.get_running_loop()
 
     def on_done() -> None:
@@ -180,7 +199,7 @@ async def _leave(client: Client, reason: str) -> None:
 
 
 def _end_at_once(code: int) -> None:
-    """Loading a model runs in a thread that cannot be interrupted; nothing here needs it."""
+    """The thread that loads a model cannot be interrupted, and nothing here needs it."""
     _end_children()
     os._exit(code)
 
