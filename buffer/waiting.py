@@ -11,7 +11,7 @@ from buffer.members import Member, Members
 from buffer.training import Training
 
 
-class Waiting:
+class Waits:
     """Looks at a run and says what its next batch, or its end, waits for."""
 
     def __init__(
@@ -155,26 +155,26 @@ class Waiting:
         return "".join(f", {m} {m.condition(now=now)}" for m in lost)
 
 
-def stall_reason(waiting: Waiting, members: Members, *, still_s: float, now: float) -> str:
+def stall_reason(waits: Waits, members: Members, *, still_s: float, now: float) -> str:
     """Why the run is given up, who is there, and what to do."""
     everybody = members.by_name.values()
     there = [m for m in everybody if m.role != "monitor" and not m.is_gone]
     who = "; ".join(f"{member}: {member.condition(now=now)}" for member in there) or "nobody"
     return (
         f"nothing has got on for {still_s:.0f} s (network.stall_timeout_s): no group came in, no "
-        f"batch was closed, no version was committed. Waiting for {waiting.text(now=now)}. "
-        f"Members: {who}. {_mending(waiting, members, now=now)}, then go on with "
+        f"batch was closed, no version was committed. Waiting for {waits.text(now=now)}. "
+        f"Members: {who}. {_mending(waits, members, now=now)}, then go on with "
         "checkpoint.resume=auto"
     )
 
 
-def _mending(waiting: Waiting, members: Members, *, now: float) -> str:
+def _mending(waits: Waits, members: Members, *, now: float) -> str:
     look = "its log says what it does, SIGUSR1 makes it dump its stacks"
-    if waiting.missing_learner(now=now):
+    if waits.missing_learner(now=now):
         return "Start a learner (asyncrl-launch learner CONFIG)"
-    if waiting.is_training or (waiting.is_unpublished and not waiting.holders()):
+    if waits.is_training or (waits.is_unpublished and not waits.holders()):
         return f"Look at the learner: {look}"
     if not members.alive():
         return "Start a generator (asyncrl-launch generator CONFIG)"
-    names = ", ".join(member.name for member in waiting.holders() or members.alive())
+    names = ", ".join(member.name for member in waits.holders() or members.alive())
     return f"Look at {names}: {look}"

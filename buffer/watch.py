@@ -19,7 +19,7 @@ from buffer.ledger import Ledger
 from buffer.members import Member, Members
 from buffer.suspension import Suspension
 from buffer.training import Training
-from buffer.waiting import Waiting, stall_reason
+from buffer.waiting import Waits, stall_reason
 from buffer.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Watch:
         self.suspension = Suspension(self.members, lease_timeout_s=lease_timeout_s)
         self.watchdog = Watchdog(config.network.stall_timeout_s, now=now)
         self.history = History(interval_s=heartbeat_s, wall_offset=wall_offset)
-        self.waiting = Waiting(
+        self.waiting = Waits(
             ledger=ledger,
             deadlines=self.deadlines,
             training=training,

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scripted_peers import Generator, make_config
 from serving_buffer import Serving, play, serving
 
@@ -313,6 +315,23 @@ def test_a_lease_that_the_other_one_takes_starts_that_wait_anew() -> None:
     assert not suspension.may_lease(a, now=NOW)
     assert suspension.may_lease(b, now=NOW + 59)
     assert not suspension.may_lease(a, now=NOW + 61)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=5))
+def test_whoever_is_suspended_somebody_who_asks_gets_a_lease_in_time(
+    generators: list[tuple[bool, bool, bool]],
+) -> None:
+    """Each is (alive, suspended, asks for leases); only those that ask can take any."""
+    members, suspension = suspended(*(f"{number}" for number in range(len(generators))))
+    for member, (alive, is_late, _) in zip(members.generators(), generators, strict=True):
+        member.alive, member.num_late = alive, LATE_IN_A_ROW * is_late
+    asking = [
+        member
+        for member, (alive, _, asks) in zip(members.generators(), generators, strict=True)
+        if alive and asks
+    ]
+    given = [suspension.may_lease(member, now=NOW + s) for s in range(62) for member in asking]
+    assert any(given) == bool(asking)
 
 
 def test_a_submitted_group_ends_the_row_of_late_leases() -> None:
