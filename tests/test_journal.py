@@ -8,11 +8,12 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from asyncrl.journal import Journal, fates
+from asyncrl.journal import Journal, fates, open_read_only
 from asyncrl.journal_tables import Change, GroupRow, PayloadRef
 
 WRITER = """
@@ -195,3 +196,31 @@ def test_a_failed_write_fails_that_future_and_all_later_ones(tmp_path: Path) -> 
 def test_fates_of_a_directory_without_journal_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no journal at"):
         fates(tmp_path)
+
+
+def test_a_journal_of_another_schema_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+        database.execute("INSERT INTO meta VALUES('schema', '2')")
+        database.commit()
+    with pytest.raises(ValueError, match="has schema 2, this program reads 3"):
+        Journal(tmp_path)
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT name FROM sqlite_master WHERE type='table'").fetchall() == [
+            ("meta",)
+        ]
+
+
+def test_anybody_reads_beside_the_writer_whatever_the_directory_is_called(tmp_path: Path) -> None:
+    run_dir = tmp_path / "a run? 100% #1"
+    run_dir.mkdir()
+    journal = Journal(run_dir)
+    journal.write(Change(groups=(row(0),))).result(timeout=5)
+    with closing(open_read_only(run_dir)) as reader:
+        assert reader.execute("SELECT reward FROM groups").fetchall() == [(0.5,)]
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            reader.execute("DELETE FROM groups")
+        journal.write(Change(groups=(row(1),))).result(timeout=5)
+        assert len(reader.execute("SELECT * FROM groups").fetchall()) == 2
+    journal.close()
