@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from scripted_peers import Generator, Learner, make_config
-from serving_buffer import play, serving
+from serving_buffer import play, run_to_end, serving
 
 from asyncrl.config import Config
 from asyncrl.journal import fates
@@ -120,7 +120,15 @@ def test_a_stuck_generator_is_named_with_its_groups_and_can_be_resumed_from(
             assert await here.task == 1
         assert fates(tmp_path) == {"leased": 2, "ready": 2, "not_issued": 8}
 
+    async def resumed() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            learner, end = await run_to_end(here)
+            assert not end.failed
+            assert len(learner.trained_ids()) == 12
+
     play(scenario())
+    play(resumed())
+    assert fates(tmp_path) == {"trained": 12}
     assert "most recent call first" in capfd.readouterr().err
 
 
