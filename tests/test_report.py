@@ -22,7 +22,7 @@ from run_records import (
 )
 
 from asyncrl.journal import Journal
-from asyncrl.journal_tables import Change
+from asyncrl.journal_tables import BeatRow, Change
 from asyncrl.messages import End
 from asyncrl.report.page import write_report
 from asyncrl.report.reading import find_run, read_metrics, read_run
@@ -33,7 +33,6 @@ from asyncrl.report.series import (
     sampling_speed,
     smoothed,
     staleness_shares,
-    tokens_sampled,
     trained_steps,
 )
 from asyncrl.report.summary import (
@@ -122,7 +121,7 @@ def test_the_speed_of_the_generators_is_what_their_heartbeats_counted(known: Pat
     clock = run_clock(run)
     points = sampling_speed(run, clock)
     width = points[1][0] - points[0][0]
-    assert sum(speed * width for _, speed in points) == pytest.approx(tokens_sampled(run))
+    assert sum(speed * width for _, speed in points) == pytest.approx(3 * 210)
     together = [speed for seconds, speed in points if 20 < seconds < 30]
     assert together == pytest.approx([14.0] * len(together))
 
@@ -183,7 +182,7 @@ def test_the_summary_says_what_the_records_say(known: Path) -> None:
     assert lines["lives of the learner"] == "2"
     assert lines["tokens trained, with prompts"] == "600"
     assert lines["learner waited, after the first step"] == "40.0%"
-    assert lines["tokens sampled"] == "630"
+    assert lines["response tokens that came in"] == "180"
     top = dict(headline(facts))
     assert top["training reward, first and last step"] == "0.100 → 0.600"
     assert top["held-out accuracy"] == "0.250 → 0.750"
@@ -321,8 +320,18 @@ def test_the_end_is_told_as_the_buffer_declared_it(
     assert outcome(read_run(known)) == told
 
 
-def test_moving_means_pass_over_what_is_missing() -> None:
-    assert smoothed([None, 1.0, None, 3.0, 5.0], window=2) == [None, 1.0, 1.0, 3.0, 4.0]
+def test_a_moving_mean_looks_back() -> None:
+    assert smoothed([1.0, 3.0, 5.0], window=2) == [1.0, 2.0, 4.0]
+
+
+def test_a_member_that_had_said_nothing_yet_is_no_sign_of_work(known: Path) -> None:
+    journal = Journal(known)
+    silent = BeatRow(BEGAN + 40, "generator-1-cccc", "generator", "dead", "{}", 0, 0)
+    journal.write(Change(beats=(silent,))).result()
+    journal.close()
+    run = read_run(known)
+    assert silent not in run.beats
+    assert min(speed for _, speed in sampling_speed(run, run_clock(run))) >= 0
 
 
 def test_torn_lines_of_metrics_are_passed_over(known: Path) -> None:

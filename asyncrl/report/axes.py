@@ -9,7 +9,6 @@ from typing import Any
 
 import matplotlib
 import matplotlib.style
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -27,20 +26,18 @@ _INK, _RULES = "#24292f", "#d0d7de"
 def line(
     axes: Axes, x: Sequence[float], values: list[float | None], *, color: str, label: str
 ) -> None:
-    """The points; where there are many, faint ones and their moving mean."""
-    if not any(value is not None for value in values):
+    """The points that there are; where they are many, faint ones and their moving mean."""
+    points = [(at, value) for at, value in zip(x, values, strict=True) if value is not None]
+    if not points:
         return
-    if len(values) < MANY_STEPS:
-        axes.plot(x, nans(values), "o-", color=color, markersize=4, label=label)
+    x, there = [at for at, _ in points], [value for _, value in points]
+    if len(there) < MANY_STEPS:
+        axes.plot(x, there, "o-", color=color, markersize=4, label=label)
         return
-    window = max(5, len(values) // 20)
-    axes.plot(x, nans(values), color=color, alpha=0.3, linewidth=1)
-    mean = smoothed(values, window=window)
-    axes.plot(x, nans(mean), color=color, label=f"{label} (mean of {window})")
-
-
-def nans(values: Sequence[float | None]) -> list[float]:
-    return [np.nan if value is None else value for value in values]
+    window = max(5, len(there) // 20)
+    axes.plot(x, there, color=color, alpha=0.3, linewidth=1)
+    mean = smoothed(there, window=window)
+    axes.plot(x, mean, color=color, label=f"{label} (mean of {window})")
 
 
 def time_unit(total_s: float) -> tuple[float, str]:

@@ -44,7 +44,7 @@ class RunRecords:
     steps: list[StepRow]
     evals: list[EvalRow]
     beats: list[BeatRow]
-    """In order of time."""
+    """In order of time, without those of members that had not yet said what they do."""
     metrics: list[Record]
     """Records of metrics.jsonl in the order of the file."""
 
@@ -112,7 +112,7 @@ def read_run(path: Path) -> RunRecords:
         groups=sorted(tables.rows("groups", GroupRow)),
         steps=sorted(tables.rows("steps", StepRow)),
         evals=sorted(tables.rows("evals", EvalRow)),
-        beats=sorted(tables.rows("beats", BeatRow)),
+        beats=sorted(beat for beat in tables.rows("beats", BeatRow) if beat.seconds != "{}"),
         metrics=read_metrics(run_dir.metrics),
     )
 

@@ -148,19 +148,15 @@ def sampling_speed(run: RunRecords, clock: RunClock) -> list[tuple[float, float]
     return list(zip((edges[:-1] + width / 2).tolist(), (tokens / width).tolist(), strict=True))
 
 
-def tokens_sampled(run: RunRecords) -> int:
-    """By all generators that ever were, whatever became of the tokens."""
-    last = {beat.member: beat.tokens for beat in run.beats if beat.role == "generator"}
-    return sum(last.values())
+def tokens_in(run: RunRecords) -> int:
+    """Tokens of the responses of all groups that came in, whatever became of them."""
+    return sum(sum(json.loads(group.token_versions).values()) for group in run.groups)
 
 
-def smoothed(values: Sequence[float | None], *, window: int) -> list[float | None]:
-    """The mean of the last `window` values at each point; None until there is one."""
-    result: list[float | None] = []
-    for i in range(len(values)):
-        near = [v for v in values[max(0, i - window + 1) : i + 1] if v is not None]
-        result.append(sum(near) / len(near) if near else None)
-    return result
+def smoothed(values: Sequence[float], *, window: int) -> list[float]:
+    """The mean of the last `window` values at each point, of fewer at the first ones."""
+    near = [values[max(0, i - window + 1) : i + 1] for i in range(len(values))]
+    return [sum(last) / len(last) for last in near]
 
 
 def tokens_by_staleness(steps: Iterable[TrainedStep]) -> dict[int, float]:

@@ -17,7 +17,7 @@ from asyncrl.report.series import (
     run_clock,
     sampling_speed,
     tokens_by_staleness,
-    tokens_sampled,
+    tokens_in,
     trained_steps,
 )
 from asyncrl.report.timeline import Lane, lanes
@@ -179,8 +179,7 @@ def _step_lines(facts: RunFacts) -> list[Line]:
     if speeds:
         median = f"{statistics.median(speeds):,.0f} tokens/s"
         lines.append(Line("median speed of the generators", median))
-    if sampled := tokens_sampled(facts.run):
-        lines.append(Line("tokens sampled", f"{sampled:,}"))
+    lines.append(Line("response tokens that came in", f"{tokens_in(facts.run):,}"))
     trained = sum(_numbers(steps, "train/num_tokens"))
     lines.append(Line("tokens trained, with prompts", f"{trained:,.0f}"))
     skipped = sum(_numbers(steps, "train/skipped"))
