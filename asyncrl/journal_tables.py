@@ -1,8 +1,9 @@
 """The tables of the journal, and their rows.
 
     meta(key, value)      what is kept by name: schema; data, groups_per_step, group_size (must not
-                          change); inc, position, committed, oldest_step, owner, config_digest, forks,
-                          staleness (JSON), engine, not_issued; end (JSON of messages.End, or empty)
+                          change); inc, position, committed, oldest_step, owner, config_digest,
+                          forks, staleness (JSON), engine, not_issued, end (JSON of messages.End,
+                          or empty)
     groups(number, ...)   one row for each admitted prompt group: GroupRow, number = admission order
     steps(step, ...)      one row for each assigned batch: StepRow; its groups are those of the step
     weights(inc, ...)     every publication: WeightsRow
