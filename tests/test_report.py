@@ -28,6 +28,7 @@ from asyncrl.report.page import write_report
 from asyncrl.report.reading import find_run, read_metrics, read_run
 from asyncrl.report.samples import choose
 from asyncrl.report.series import (
+    averaged,
     evaluations,
     run_clock,
     sampling_speed,
@@ -147,6 +148,15 @@ def test_shares_of_staleness_add_up_to_one_in_every_step(known: Path) -> None:
     assert grid.shape == (BOUND + 1, STEPS)
     assert grid.argmax(axis=0).tolist() == STALENESS
     assert grid.sum(axis=0).tolist() == [1.0] * STEPS
+
+
+def test_many_columns_become_means_of_some() -> None:
+    grid = np.array([[0.0, 1.0, np.nan, 0.5, np.nan, np.nan, 0.25]])
+    starts, means = averaged(grid, at_most=4)
+    assert starts.tolist() == [0, 2, 4, 6]
+    assert means[0].tolist() == pytest.approx([0.5, 0.5, np.nan, 0.25], nan_ok=True)
+    _, same = averaged(grid, at_most=7)
+    assert same[0].tolist() == pytest.approx(grid[0].tolist(), nan_ok=True)
 
 
 def test_two_processes_of_one_name_that_live_together_have_a_row_each(known: Path) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from asyncrl.report.axes import (
     BLUE,
     GREEN,
+    MANY_STEPS,
     ORANGE,
     RED,
     WIDTH_IN,
@@ -25,7 +26,7 @@ from asyncrl.report.axes import (
     time_axis,
     time_unit,
 )
-from asyncrl.report.series import sampling_speed, staleness_shares
+from asyncrl.report.series import averaged, sampling_speed, staleness_shares
 from asyncrl.report.summary import RunFacts
 from asyncrl.report.timeline import KINDS, Lane, shares
 
@@ -39,6 +40,8 @@ _KIND_COLORS = {
     "start": "#a9b1ba",
     "other": "#6c7681",
 }
+_COLUMNS = 300
+"""Of the staleness picture: with more steps, a column is the mean of some."""
 _SHARE_SEEN = 0.002
 """A kind that took less of all time cannot be seen, and is left out of the legend."""
 _BINS = 900
@@ -98,19 +101,20 @@ def staleness_figure(facts: RunFacts) -> Figure | None:
     if not steps:
         return None
     first, last = steps[0].step, steps[-1].step
-    bound_of = {step.step: step.max_staleness for step in facts.run.steps}
-    default = facts.run.setting("max_staleness")
-    bounds = np.array([bound_of.get(step, default) for step in range(first, last + 1)], float)
-    grid = staleness_shares(steps)
+    starts, grid = averaged(staleness_shares(steps), at_most=_COLUMNS)
+    bounds = _bounds(facts, first, last)
     highest = int(np.nanmax([*bounds, len(grid) - 1]))
     figure = Figure(figsize=(WIDTH_IN, min(2.4 + 0.3 * highest, 5.0)), layout="constrained")
     axes = figure.subplots()
-    edges, ages = np.arange(first, last + 2) - 0.5, np.arange(len(grid) + 1) - 0.5
-    mesh = axes.pcolormesh(edges, ages, grid, cmap=ramp(), vmin=0, vmax=1)
+    edges, ages = first - 0.5 + np.append(starts, len(bounds)), np.arange(len(grid))
+    rows = np.append(ages, len(grid)) - 0.5
+    mesh = axes.pcolormesh(edges, rows, grid, cmap=ramp(), vmin=0, vmax=1)
     label = "max_staleness: nothing above is trained"
-    axes.stairs(bounds + 0.5, edges, baseline=None, color=RED, linewidth=2.5, label=label)
-    means = [step.number("staleness/mean") for step in steps]
-    line(axes, [step.step for step in steps], means, color=ORANGE, label="mean")
+    every = np.arange(first, last + 2) - 0.5
+    axes.stairs(bounds + 0.5, every, baseline=None, color=RED, linewidth=2.5, label=label)
+    marker = "o" if len(starts) < MANY_STEPS else ""
+    middles = (edges[:-1] + edges[1:]) / 2
+    axes.plot(middles, ages @ grid, marker=marker, markersize=4, color=ORANGE, label="mean")
     axes.set(xlabel="step", ylabel="staleness (versions)", ylim=(-0.5, highest + 1.5))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
@@ -118,6 +122,13 @@ def staleness_figure(facts: RunFacts) -> Figure | None:
     figure.colorbar(mesh, ax=axes, label="share of tokens", pad=0.01)
     figure.legend(loc="outside upper center", ncols=2)
     return figure
+
+
+def _bounds(facts: RunFacts, first: int, last: int) -> NDArray[np.float64]:
+    """max_staleness of every step from `first` to `last`."""
+    of = {step.step: step.max_staleness for step in facts.run.steps}
+    default = facts.run.setting("max_staleness")
+    return np.array([of.get(step, default) for step in range(first, last + 1)], float)
 
 
 def throughput_figure(facts: RunFacts) -> Figure | None:

@@ -170,7 +170,7 @@ def tokens_by_staleness(steps: Iterable[TrainedStep]) -> dict[int, float]:
 
 def staleness_shares(steps: Sequence[TrainedStep]) -> NDArray[np.float64]:
     """[ages, steps]: the share of each step's tokens at each staleness, from the first step to the
-    last; nan for a step that is missing between them."""
+    last; nan for a step that is missing between them. Every one of `steps` has tokens."""
     first, last = steps[0].step, steps[-1].step
     highest = max(max(step.staleness, default=0) for step in steps)
     grid = np.full((highest + 1, last - first + 1), np.nan)
@@ -179,6 +179,17 @@ def staleness_shares(steps: Sequence[TrainedStep]) -> NDArray[np.float64]:
         column = [step.staleness.get(age, 0.0) / total for age in range(highest + 1)]
         grid[:, step.step - first] = column
     return grid
+
+
+def averaged(
+    grid: NDArray[np.float64], *, at_most: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """`grid` in `at_most` columns: where each begins, and its mean; columns of nan do not count."""
+    num_columns = grid.shape[1]
+    starts = np.arange(0, num_columns, -(-num_columns // at_most))
+    counts = np.add.reduceat(~np.isnan(grid), starts, axis=1, dtype=float)
+    counts[counts == 0] = np.nan
+    return starts, np.add.reduceat(np.nan_to_num(grid), starts, axis=1) / counts
 
 
 def _sampled(run: RunRecords, clock: RunClock) -> Iterator[tuple[float, float, int]]:
