@@ -143,6 +143,25 @@ def test_waiting_before_the_first_step_is_not_counted(known: Path) -> None:
     assert dict(waiting_shares(facts))["learner"] == pytest.approx(0.4)
 
 
+def test_the_learners_heartbeats_count_where_it_wrote_no_step(known: Path) -> None:
+    journal = Journal(known)
+    beats = [
+        BeatRow(BEGAN + at, "learner-dddd", "learner", "it", json.dumps(seconds), 0, 4)
+        for at, seconds in [
+            (20, {"wait_batch": 8.0, "forward_backward": 10.0}),
+            (39, {"wait_batch": 16.0, "forward_backward": 21.0}),
+            (49, {"wait_batch": 16.0, "forward_backward": 22.0, "checkpoint": 9.0}),
+        ]
+    ]
+    journal.write(Change(beats=tuple(beats))).result()
+    journal.close()
+    run = read_run(known)
+    [learner, *_] = lanes(run, run_clock(run))
+    assert learner.seconds() == pytest.approx(
+        {"wait": 32, "work": 31, "replay": 10, "weights": 8, "save": 9}
+    )
+
+
 def test_shares_of_staleness_add_up_to_one_in_every_step(known: Path) -> None:
     grid = staleness_shares(trained_steps(read_run(known)))
     assert grid.shape == (BOUND + 1, STEPS)

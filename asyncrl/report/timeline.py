@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +33,9 @@ _KIND_OF_PHASE = {
     "wait_batch": "wait",
     "commit": "weights",
     "snapshot": "weights",
+    "drain": "weights",
     "checkpoint": "save",
+    "export": "save",
     "start": "start",
     "starting": "start",
     "generating": "work",
@@ -70,17 +72,18 @@ class Lane:
 
 
 def lanes(run: RunRecords, clock: RunClock) -> list[Lane]:
-    """The learner from its step records, generators from their heartbeats."""
+    """The learner from its step records, and from its heartbeats where there are none (at the end,
+    and before it was killed); generators from their heartbeats."""
     learner = [span for record in run.metrics for span in _step_spans(record, clock)]
     by_member: defaultdict[str, list[BeatRow]] = defaultdict(list)
     for beat in run.beats:
         by_member[beat.member].append(beat)
-    trained_until = max((span.end_s for span in learner), default=0.0)
+    recorded = tuple(learner)
     generators: dict[str, list[Span]] = {}
     for member, beats in by_member.items():
         spans = list(_beat_spans(beats, clock))
         if beats[0].role == "learner":
-            learner += [span for span in spans if span.begin_s >= trained_until]
+            learner += _outside(recorded, spans)
         elif spans:
             generators.setdefault(_lane_name(member, spans, generators), []).extend(spans)
     found = [Lane(name, generators[name]) for name in sorted(generators)]
@@ -143,6 +146,15 @@ def _beat_spans(beats: list[BeatRow], clock: RunClock) -> Iterator[Span]:
         if sum(spent.values()) > 0:
             yield Span(clock.seconds(since), clock.seconds(beat.at), dict(spent))
         before, last_at = phases, beat.at
+
+
+def _outside(known: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
+    """Those of `spans` whose middle lies in none of `known`."""
+    begins = np.sort([span.begin_s for span in known])
+    ends = np.sort([span.end_s for span in known])
+    middles = [(span.begin_s + span.end_s) / 2 for span in spans]
+    is_inside = np.searchsorted(begins, middles, "right") > np.searchsorted(ends, middles, "right")
+    return [span for span, inside in zip(spans, is_inside, strict=True) if not inside]
 
 
 def _lane_name(member: str, spans: list[Span], there: dict[str, list[Span]]) -> str:
