@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from pathlib import Path
 
 
@@ -11,6 +13,15 @@ def write_whole(file: Path, text: str) -> None:
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(file)
+
+
+def remove_whole(directory: Path) -> None:
+    """Removes a directory, if it is there, in which somebody may be writing just now: it loses its
+    name first, so that nothing is written into it any more."""
+    aside = directory.with_name(f".{directory.name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        directory.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -68,6 +68,8 @@ class Client:
         self.address = address
         self.hello = hello
         """After the first welcome it names the run."""
+        self.welcome: Welcome | None = None
+        """The last one."""
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Packet]] = {}
         # One context for all clients: a client that nobody closes would hang in its own one's end.
@@ -96,6 +98,7 @@ class Client:
         if lines := mismatches(self.hello.settings, welcome.settings):
             raise RefusedError(Refused(code="mismatch", reason=refusal(self.hello.member, lines)))
         self.hello = self.hello.model_copy(update={"run_id": welcome.run_id})
+        self.welcome = welcome
         return welcome
 
     async def call(
@@ -193,6 +196,15 @@ class ThreadClient:
     def hello(self) -> Hello:
         """See Client.hello."""
         return self._client.hello
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """See Client.welcome."""
+        return self._client.welcome
+
+    @property
+    def address(self) -> str:
+        return self._client.address
 
     def connect(self, *, deadline_s: float) -> Welcome:
         return self._run(self._client.connect(deadline_s=deadline_s)).result()

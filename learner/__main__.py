@@ -1,8 +1,9 @@
 """`python -P -m learner CONFIG [--connect ADDRESS]`, once for each rank.
 
-Under torch.distributed.run it is one of several ranks; started plainly it is the only one. Exit
-codes: 0 the run ended well, 1 it failed, 2 a mistake that the user can mend. SIGTERM ends it at
-once: a checkpoint is whole or not there, so nothing needs to be cleaned up.
+Under torch.distributed.run it is one of several ranks; started plainly it is the only one.
+
+Exit codes: 0 the run ended well, or was stopped and can go on; 1 it failed; 2 a mistake that the
+user can mend; 143 after SIGTERM and 130 after SIGINT, which end it at once.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ import sys
 import traceback
 from pathlib import Path
 
-import torch.distributed as dist
-
+from asyncrl.config import Config
 from asyncrl.config.load import load_resolved
-from asyncrl.parent import end_with_parent
 from asyncrl.run_dir import RunDir
-from asyncrl.transport import RefusedError, Unreachable
-from learner.loop import Learner
-from learner.ranks import start_ranks
+from asyncrl.transport import RefusedError, ThreadClient, Unreachable
+from learner.buffer_line import join
+from learner.signals import end_on_signals
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,36 +31,49 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--connect", metavar="ADDRESS", help="the buffer, if not network.buffer")
     options = parser.parse_args(arguments)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(signal.SIGKILL)  # no rank outlives the torch launcher that started it
+    rank = int(os.environ.get("RANK", "0"))
+    _log_to_stderr(logging.INFO if rank == 0 else logging.WARNING)
+    run_dir = RunDir(options.config.parent)
     try:
         config = load_resolved(options.config)
-        ranks = start_ranks()
-        _log_to_stderr(logging.INFO if ranks.is_lead else logging.WARNING)
+        end_on_signals(run_dir.weights(config) if rank == 0 else None)
         address = options.connect or config.network.buffer
-        learner = Learner(config, RunDir(options.config.parent), address=address, ranks=ranks)
-    except ValueError as error:
-        return _fail(2, str(error))
-    except Exception as error:
-        return _explain(error)
+        client = join(config, run_dir, address=address) if rank == 0 else None
+    except (ValueError, Unreachable, RefusedError) as error:
+        return _fail(_code_at_start(error), str(error))
+    return _learn(config, run_dir, client)
+
+
+def _learn(config: Config, run_dir: RunDir, client: ThreadClient | None) -> int:
+    from learner.loop import Learner  # torch takes seconds: what can fail without it has not
+    from learner.ranks import start_ranks
+
+    learner = None
     try:
+        learner = Learner(config, run_dir, client=client, ranks=start_ranks())
         return learner.run()
     except Exception as error:
-        return _explain(error)
+        if learner is not None:
+            learner.line.close(f"{type(error).__name__}: {error}")
+        if learner is None and isinstance(error, ValueError):
+            return _fail(2, str(error))
+        if isinstance(error, RefusedError | Unreachable):
+            newer = "a newer learner took over this run: " if _is_fenced(error) else ""
+            return _fail(1, newer + str(error))
+        return _fail(1, "".join(traceback.format_exception(error)))
 
 
-def _explain(error: Exception) -> int:
-    """Says why this rank ends: in one line where that says it all, else with the traceback."""
-    if isinstance(error, RefusedError):
-        newer = "a newer learner took over this run: " if error.code == "fenced" else ""
-        return _fail(1, newer + str(error))
-    if isinstance(error, Unreachable):
-        return _fail(1, str(error))
-    return _fail(1, "".join(traceback.format_exception(error)))
+def _code_at_start(error: Exception) -> int:
+    return 2 if not isinstance(error, RefusedError) or error.is_misfit else 1
+
+
+def _is_fenced(error: Exception) -> bool:
+    return isinstance(error, RefusedError) and error.code == "fenced"
 
 
 def _fail(code: int, message: str) -> int:
-    print(f"learner: {message}", file=sys.stderr)
+    rank = os.environ.get("RANK")
+    print(f"learner{f' rank {rank}' if rank else ''}: {message}", file=sys.stderr)
     return code
 
 
@@ -71,7 +83,9 @@ def _log_to_stderr(level: int) -> None:
 
 if __name__ == "__main__":
     code = main()
+    sys.stderr.flush()
     if code != 0:
-        sys.stderr.flush()
         os._exit(code)  # other ranks may hang in a collective: no destructor may wait for them
+    import torch.distributed as dist
+
     dist.destroy_process_group()

@@ -86,12 +86,17 @@ def load_checkpoint(directory: Path, policy: Policy, optimizer: Optimizer) -> St
 
     Every rank reads it. ValueError when it is of another model.
     """
-    state = State(**json.loads((directory / _STATE).read_text()))
     _load_tensors(directory / "model.safetensors", dict(policy.masters()))
+    check_tied(policy)
+    return load_optimizer(directory, optimizer)
+
+
+def load_optimizer(directory: Path, optimizer: Optimizer) -> State:
+    """Fills the optimizer alone: its moments, and the counts that belong to them."""
+    state = State(**json.loads((directory / _STATE).read_text()))
     for kind in MOMENTS:
         _load_tensors(directory / f"{kind}.safetensors", optimizer.moments(kind))
     optimizer.restore(num_steps=state.num_steps, num_updates=state.num_updates)
-    check_tied(policy)
     return state
 
 

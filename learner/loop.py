@@ -13,20 +13,20 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from pathlib import Path
 
 from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
-from asyncrl.messages import Batch, End
+from asyncrl.disk import remove_whole
+from asyncrl.messages import Batch, End, Heartbeat
 from asyncrl.run_dir import RunDir
+from asyncrl.transport import ThreadClient
 from asyncrl.types import WeightId
 from asyncrl.wire import Packet, decode_group
 from learner.batch import staleness_metrics
+from learner.buffer_line import BufferLine
 from learner.checkpoint import (
     State,
     list_versions,
-    load_checkpoint,
-    newest_checkpoint,
     prune_checkpoints,
     save_checkpoint,
     training_digest,
@@ -35,10 +35,10 @@ from learner.export import export_policy
 from learner.optimizer import Optimizer
 from learner.policy import DTYPES, load_policy
 from learner.ranks import Ranks
-from learner.reporting import Reporter
-from learner.source import BufferLine
+from learner.reporting import Reporter, state_in_words
+from learner.resume import resume
 from learner.train_step import train_step
-from learner.weights_out import Publisher, check_writable
+from learner.weights_out import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +51,23 @@ SAY_WAITING_S = 10.0
 class Learner:
     """One rank of the learner, from registration to the end of the run."""
 
-    def __init__(self, config: Config, run_dir: RunDir, *, address: str, ranks: Ranks) -> None:
+    def __init__(
+        self, config: Config, run_dir: RunDir, *, client: ThreadClient | None, ranks: Ranks
+    ) -> None:
+        """Takes over the run. `client` is what buffer_line.join returned on the lead, None on other
+        ranks. ValueError for what the user can mend."""
         self.config = config
         self.run_dir = run_dir
-        self.checkpoints = run_dir.checkpoints
         self.ranks = ranks
         self.clock = PhaseClock("start")
-        self.line = BufferLine(address, run_id=run_dir.read_run_id(), ranks=ranks)
-        self.policy = load_policy(config, ranks)
-        self.optimizer = Optimizer(self.policy, config.learner.optim)
-        if ranks.is_lead:
-            check_writable(run_dir.weights(config))
+        self.version = 0
+        self.inc = 0
+        self.committed = 0
+        """Highest version ever committed when this learner took over; until then it replays."""
+        self.num_tokens = 0
+        self.snapshot_version = 0
+        """Newest version handed to the publisher. Version 0 needs none: generators load it."""
+        self.line = BufferLine(client, ranks=ranks, patience_s=config.network.buffer_timeout_s)
         self.publisher = Publisher(
             config.weights,
             run_dir.weights(config),
@@ -69,18 +75,15 @@ class Learner:
             is_lead=ranks.is_lead,
             announce=self.line.announce,
         )
+        self.line.give_signs_of_life(self.look)
+        self.policy = load_policy(config, ranks)
+        self.optimizer = Optimizer(self.policy, config.learner.optim)
         self.reporter = Reporter(run_dir, config, ranks)
-        self.version = 0
-        self.inc = 0
-        self.committed = 0
-        """Highest version ever committed when this learner took over; until then it replays."""
-        self.snapshot_version = 0
-        """Newest version handed to the publisher. Version 0 needs none: generators load it."""
-        self.resume()
+        self.version = resume(self.policy, self.optimizer, config, run_dir, ranks=ranks)
+        self.register()
 
     def run(self) -> int:
         """Trains until the buffer says that the run has ended; returns the exit code."""
-        self.register()
         if self.version == self.committed > 0:
             self.publish()
         self.line.fetch(self.version)
@@ -97,19 +100,16 @@ class Learner:
                 self.save()
             self.report(packet.message, values, waited_for)
 
-    def resume(self) -> None:
-        """Goes on from the newest whole checkpoint, if checkpoint.resume says so."""
-        if self.config.checkpoint.resume != "auto":
-            return
-        found = newest_checkpoint(self.checkpoints) if self.ranks.is_lead else None
-        [name] = self.ranks.broadcast([found.name.encode() if found else b""])
-        if not name:
-            return
-        state = load_checkpoint(self.checkpoints / name.decode(), self.policy, self.optimizer)
-        self.version = state.version
-        log.info("going on from the checkpoint of version %d", self.version)
-        if state.config_digest != training_digest(self.config):
-            log.warning("the configuration has changed since that checkpoint was written")
+    def look(self) -> Heartbeat:
+        """What this learner does now; called from the heartbeat's thread."""
+        words = state_in_words(self.clock.phase, version=self.version, committed=self.committed)
+        return Heartbeat(
+            state="; ".join(filter(None, [words, self.publisher.trouble()])),
+            state_s=self.clock.phase_s(),
+            seconds=self.clock.total(),
+            serving=[self.inc, self.version],
+            num_tokens=self.num_tokens,
+        )
 
     def register(self) -> None:
         """Takes over the run; learners registered before are fenced off from now on."""
@@ -126,7 +126,7 @@ class Learner:
         started = said = time.monotonic()
         waited_for = ""
         while True:
-            packet = self.line.next_reply()
+            packet = self.line.next_reply(give_up=self.publisher.why_give_up())
             self.reporter.records(packet.message.records)
             if isinstance(packet.message, End):
                 return packet, waited_for
@@ -149,9 +149,10 @@ class Learner:
         groups = [decode_group(frame) for frame in packet.frames]
         ages = staleness_metrics(groups, step=step, max_staleness=batch.max_staleness)
         values = train_step(self.policy, self.optimizer, groups, self.config, clock=self.clock)
-        if values["train/skipped"] and self.ranks.is_lead:
-            _keep_batch(self.run_dir.skipped / f"step-{step:08d}", packet)
+        if values["train/skipped"]:
+            self.reporter.skipped(step, packet)
         self.version = step + 1
+        self.num_tokens += int(values["train/num_tokens"])
         return {**values, **ages, "train/replayed": float(batch.replayed)}
 
     def commit(self, values: dict[str, float]) -> None:
@@ -187,11 +188,11 @@ class Learner:
             config_digest=training_digest(self.config),
         )
         save_checkpoint(
-            self.checkpoints, self.policy, self.optimizer, state, is_lead=self.ranks.is_lead
+            self.run_dir.checkpoints, self.policy, self.optimizer, state, is_lead=self.ranks.is_lead
         )
         if self.ranks.is_lead:
-            prune_checkpoints(self.checkpoints, keep_last=self.config.checkpoint.keep_last)
-            self.line.checkpointed(list_versions(self.checkpoints))
+            prune_checkpoints(self.run_dir.checkpoints, keep_last=self.config.checkpoint.keep_last)
+            self.line.checkpointed(list_versions(self.run_dir.checkpoints))
 
     def report(self, batch: Batch, values: dict[str, float], waited_for: str) -> None:
         self.clock.enter("log")
@@ -199,6 +200,7 @@ class Learner:
             "publish/snapshot_s": self.publisher.snapshot_s,
             "publish/write_s": self.publisher.write_s,
             "publish/num_published": float(self.publisher.num_published),
+            "publish/num_failed": float(self.publisher.num_failed),
         }
         self.reporter.step(
             batch.step,
@@ -208,22 +210,26 @@ class Learner:
         )
 
     def finish(self, end: End) -> int:
-        """The run has ended: newest weights out, last checkpoint, export."""
-        self.publisher.close(drain_s=DRAIN_S)
-        if self.version not in list_versions(self.checkpoints):
+        """The run has ended: newest weights out, last checkpoint, export. A run that was stopped or
+        has failed is not exported. Generators have heard of the end: published weights may go."""
+        is_over = not (end.failed or end.stopped)
+        self.clock.enter("drain")
+        self.publisher.close(drain_s=DRAIN_S if is_over else 0.0)
+        if self.version not in list_versions(self.run_dir.checkpoints):
             self.save()
-        if not end.failed:
+        if is_over:
             self.export()
         self.reporter.close()
-        self.line.close()
+        self.line.close("the run has ended")
         if self.ranks.is_lead:
-            outcome = "the run failed" if end.failed else "the run has ended"
-            print(f"{outcome} at version {self.version}: {end.reason}", file=sys.stderr)
+            remove_whole(self.run_dir.weights(self.config))
+            print(_last_line(end, self.version), file=sys.stderr)
         return 1 if end.failed else 0
 
     def export(self) -> None:
         """The final policy as a Hugging Face directory."""
         if self.config.checkpoint.export_hf:
+            self.clock.enter("export")
             is_lead = self.ranks.is_lead
             export_policy(self.run_dir.final, self.policy, self.config.model, is_lead=is_lead)
 
@@ -232,8 +238,12 @@ def _is_multiple(version: int, every: int) -> bool:
     return every > 0 and version % every == 0
 
 
-def _keep_batch(directory: Path, packet: Packet) -> None:
-    """Keeps the batch of a skipped step: one file a group, to be read by wire.decode_group."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for number, frame in enumerate(packet.frames):
-        (directory / f"{number:05d}.group").write_bytes(frame)
+def _last_line(end: End, version: int) -> str:
+    if end.failed:
+        return f"the run failed at version {version}: {end.reason}"
+    if end.stopped:
+        return (
+            f"stopped at version {version}, which is in a checkpoint; start it again with "
+            f"checkpoint.resume=auto to go on ({end.reason})"
+        )
+    return f"the run has ended at version {version}: {end.reason}"

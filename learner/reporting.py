@@ -1,4 +1,4 @@
-"""What the learner says about its steps: metrics.jsonl, and one line for people."""
+"""What the learner says about its steps: metrics.jsonl, one line for people, its state in words."""
 
 from __future__ import annotations
 
@@ -8,9 +8,35 @@ from asyncrl.config import Config
 from asyncrl.messages import Record
 from asyncrl.metrics import MetricsLog, Value
 from asyncrl.run_dir import RunDir
+from asyncrl.wire import Packet
 from learner.ranks import Ranks
 
 log = logging.getLogger(__name__)
+
+_OF_A_STEP = {
+    "prepare": "preparing the batch",
+    "forward_backward": "forward and backward",
+    "optimizer": "optimizer",
+    "other": "metrics",
+}
+_OF_A_VERSION = {
+    "commit": "committing version {}",
+    "snapshot": "copying the weights of version {}",
+    "checkpoint": "writing a checkpoint of version {}",
+    "log": "writing the metrics up to version {}",
+    "drain": "publishing the newest weights, version {} at most",
+    "export": "writing version {} in Hugging Face format",
+}
+
+
+def state_in_words(phase: str, *, version: int, committed: int) -> str:
+    """What a learner at `version` does in this phase of its clock; below `committed` it replays."""
+    if phase in _OF_A_STEP:
+        step = f"replaying step {version}" if version < committed else f"step {version}"
+        return f"{step}: {_OF_A_STEP[phase]}"
+    if phase == "wait_batch":
+        return f"waiting for the batch of step {version}"
+    return _OF_A_VERSION[phase].format(version) if phase in _OF_A_VERSION else "starting"
 
 
 class Reporter:
@@ -18,6 +44,7 @@ class Reporter:
 
     def __init__(self, run_dir: RunDir, config: Config, ranks: Ranks) -> None:
         self._log = MetricsLog(run_dir, config) if ranks.is_lead else None
+        self._skipped = run_dir.skipped
         self._max_staleness = config.max_staleness
 
     def records(self, records: list[Record]) -> None:
@@ -47,6 +74,15 @@ class Reporter:
             record["wait/waited_for"] = waited_for
         self._log.log(step, record)
         log.info("%s", self._line(step, record, seconds))
+
+    def skipped(self, step: int, packet: Packet) -> None:
+        """Keeps the batch of a skipped step: one file a group, to be read by wire.decode_group."""
+        if self._log is None:
+            return
+        directory = self._skipped / f"step-{step:08d}"
+        directory.mkdir(parents=True, exist_ok=True)
+        for number, frame in enumerate(packet.frames):
+            (directory / f"{number:05d}.group").write_bytes(frame)
 
     def close(self) -> None:
         if self._log is not None:

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
 """Pause before a failed publication is tried again."""
+GIVE_UP_AFTER = 3
+"""Times weights.timeout_s without a publication, while one waits, that end the run."""
 
 Announce = Callable[[WeightId, Path, str], None]
 """Called in the writer's thread with weights, directory and digest, once they can be read."""
@@ -61,6 +63,7 @@ class Publisher:
         is_lead: bool,
         announce: Announce,
     ) -> None:
+        """ValueError where the lead cannot write under `root`."""
         self._config = config
         self._root = root
         self._dtype = dtype
@@ -75,8 +78,14 @@ class Publisher:
         self.write_s = 0.0
         """How long the last publication took, from first byte to announcement."""
         self.num_published = 0
+        self.num_failed = 0
+        """Tries that failed; each is made again, or superseded by a newer version."""
+        self._error = ""
+        self._waiting_since: float | None = None
+        """When the oldest snapshot was taken after which nothing was published."""
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         if is_lead:
+            _check_writable(root)
             self._thread.start()
 
     def snapshot(self, policy: Policy, weights: WeightId) -> None:
@@ -94,8 +103,29 @@ class Publisher:
             slot.weights = weights
             with self._state:
                 self._pending = slot
+                self._waiting_since = self._waiting_since or time.monotonic()
                 self._state.notify_all()
         self.snapshot_s = time.monotonic() - started
+
+    def trouble(self) -> str:
+        """What keeps weights from being published, and since when; empty when nothing does."""
+        with self._state:
+            if not self._error or self._waiting_since is None:
+                return ""
+            waited_s = time.monotonic() - self._waiting_since
+            return f"weights are not published since {waited_s:.0f} s: {self._error}"
+
+    def why_give_up(self) -> str:
+        """Why training on makes no sense, as no generator gets new weights; empty when it does."""
+        limit_s = GIVE_UP_AFTER * self._config.timeout_s
+        with self._state:
+            if self._waiting_since is None or time.monotonic() - self._waiting_since < limit_s:
+                return ""
+            cause = self._error or "writing them has not ended"
+        return (
+            f"no weights could be published in {self._root} for {limit_s:g} s ({GIVE_UP_AFTER} "
+            f"times weights.timeout_s): {cause}"
+        )
 
     def close(self, *, drain_s: float) -> bool:
         """Waits until the newest snapshot is published, at most `drain_s`; True if it is."""
@@ -122,12 +152,15 @@ class Publisher:
                 if self._pending is None:
                     return
                 self._sending, self._pending = self._pending, None
-            self._send(self._sending)
+            is_published = self._send(self._sending)
             with self._state:
                 self._sending = None
+                if is_published:
+                    self._error = ""
+                    self._waiting_since = time.monotonic() if self._pending is not None else None
                 self._state.notify_all()
 
-    def _send(self, snapshot: _Snapshot) -> None:
+    def _send(self, snapshot: _Snapshot) -> bool:
         """Writes, announces and prunes; again after a failure, until something newer waits."""
         assert snapshot.weights is not None
         started = time.monotonic()
@@ -139,12 +172,15 @@ class Publisher:
                 break
             except Exception as error:  # whatever it is: training goes on, and the cause is said
                 log.warning("weights %s are not published yet: %s", snapshot.weights, error)
+                self.num_failed += 1
+                self._error = f"{type(error).__name__}: {error}"
             with self._state:
                 if self._state.wait_for(self._is_superseded, timeout=RETRY_S):
-                    return
+                    return False
         self.write_s = time.monotonic() - started
         self.num_published += 1
         prune(self._root, keep=self._config.keep)
+        return True
 
     def _write(self, snapshot: _Snapshot) -> Written:
         assert snapshot.weights is not None
@@ -160,8 +196,7 @@ class Publisher:
         return self._pending is not None or self._closed
 
 
-def check_writable(root: Path) -> None:
-    """ValueError where nothing can be published, before anything is trained."""
+def _check_writable(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         (root / ".writable").touch()

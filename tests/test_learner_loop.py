@@ -2,130 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import threading
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from learner_cases import make_config, make_groups, save_model
+from learner_cases import make_config, save_model
+from scripted_buffer import ScriptedBuffer
 
 from asyncrl.config import Config
-from asyncrl.messages import (
-    Batch,
-    Checkpointed,
-    Commit,
-    Committed,
-    End,
-    Fetch,
-    Hello,
-    Ok,
-    Published,
-    Record,
-    Refused,
-    Register,
-    Registered,
-    Waiting,
-    Welcome,
-)
+from asyncrl.messages import Batch
 from asyncrl.run_dir import RunDir
-from asyncrl.transport import RefusedError, Reply, Server
-from asyncrl.wire import Packet, encode_group
+from asyncrl.transport import RefusedError, Reply
+from learner.buffer_line import join
 from learner.loop import Learner
 from learner.ranks import start_ranks
-
-
-class ScriptedBuffer:
-    """Answers as a buffer whose batches are all ready; `heard` is what the learner said."""
-
-    def __init__(self, *, num_steps: int, committed: int = 0) -> None:
-        self.num_steps = num_steps
-        self.committed = committed
-        self.inc = 2 if committed else 1
-        self.waiting: dict[int, int] = {}
-        """How often Fetch of a step is answered by Waiting first."""
-        self.waiting_for: dict[int, str] = {}
-        """A step whose batch is not ready before the learner has said this."""
-        self.failed = False
-        self.fence_at: int | None = None
-        self.heard: list[str] = []
-        self.address = ""
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._serve()])
-
-    def __enter__(self) -> ScriptedBuffer:
-        self._thread.start()
-        assert self._ready.wait(10)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
-
-    async def _serve(self) -> None:
-        self._stop = asyncio.Event()
-        server = Server("tcp://127.0.0.1:0", self._answer)
-        self.address = server.address
-        serving = asyncio.create_task(server.serve())
-        self._ready.set()
-        await self._stop.wait()
-        serving.cancel()
-        await server.close()
-
-    async def _answer(self, peer: bytes, packet: Packet) -> Reply:
-        message: Any = packet.message
-        match message:
-            case Hello():
-                return Welcome(run_id="run", run_name="run", heartbeat_s=1, settings={})
-            case Register():
-                self.heard.append(f"register {message.checkpoint_version}")
-                return Registered(inc=self.inc, committed=self.committed)
-            case Fetch():
-                return self._fetch(message.step)
-            case Commit() if message.version == self.fence_at:
-                return Refused(code="fenced", reason="learner 3 has registered")
-            case Commit():
-                self.heard.append(f"commit {message.version}")
-                return Committed(stop=False)
-            case Published():
-                self.heard.append(f"published {message.inc}.{message.version}")
-            case Checkpointed():
-                self.heard.append(f"checkpointed {message.versions}")
-        return Ok()
-
-    def _fetch(self, step: int) -> Reply:
-        if step >= self.num_steps:
-            return End(reason="all steps are trained", failed=self.failed, records=[])
-        self.waiting[step] = self.waiting.get(step, 0) - 1
-        if self.waiting[step] >= 0 or self.waiting_for.get(step, "") not in ["", *self.heard]:
-            return Waiting(step=step, reason="1 group is missing", records=[])
-        record = Record(name="eval", step=step, values={"accuracy": 0.5})
-        batch = Batch(
-            step=step,
-            max_staleness=step,  # the groups are all of version 0
-            replayed=step < self.committed,
-            records=[record],
-        )
-        return batch, tuple(encode_group(group) for group in make_groups(2, start=10 * step))
 
 
 @pytest.fixture
 def make_learner(tmp_path: Path) -> Iterator[Callable[..., Learner]]:
     model = save_model(tmp_path / "model")
 
-    def make(buffer: ScriptedBuffer, **sections: Any) -> Learner:
+    def make(buffer: ScriptedBuffer, *, name: str = "run", **sections: Any) -> Learner:
         tree = make_config(model).model_dump()
-        for name, values in sections.items():
-            tree[name] = {**tree[name], **values}
+        for section, values in sections.items():
+            tree[section] = {**tree[section], **values}
         tree["weights"]["dir"] = str(tmp_path / "weights")
         config = Config.model_validate(tree)
-        run_dir = RunDir(tmp_path / "run")
-        (tmp_path / "run").mkdir(exist_ok=True)
-        return Learner(config, run_dir, address=buffer.address, ranks=start_ranks())
+        run_dir = RunDir(tmp_path / name)
+        run_dir.path.mkdir(exist_ok=True)
+        client = join(config, run_dir, address=buffer.address)
+        return Learner(config, run_dir, client=client, ranks=start_ranks())
 
     return make  # type: ignore[return-value]
 
@@ -144,6 +55,59 @@ def test_each_step_is_committed_then_published_and_the_run_ends_whole(
             assert buffer.heard.index(f"commit {version}") < buffer.heard.index(said)
     assert (tmp_path / "run" / "checkpoints" / "version-00000003").is_dir()
     assert (tmp_path / "run" / "final" / "config.json").exists()
+    assert buffer.heard[-1] == "leave: the run has ended"
+    assert not list((tmp_path / "weights").iterdir()), "nobody needs the published weights now"
+
+
+def test_a_stop_ends_the_run_after_the_step_with_a_checkpoint_and_without_an_export(
+    make_learner: Callable[..., Learner], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ScriptedBuffer(num_steps=5) as buffer:  # whose batches are all ready: fetched ahead
+        buffer.stop_at = 2
+        assert make_learner(buffer).run() == 0
+        with_batch_2 = buffer.num_fetched[2]
+    assert buffer.said("commit") == ["commit 1", "commit 2"]
+    assert with_batch_2 == 1, "batch 2 was there, and was given up"
+    assert (tmp_path / "run" / "checkpoints" / "version-00000002").is_dir()
+    assert not (tmp_path / "run" / "final").exists()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "version 2" in last
+    assert "checkpoint.resume=auto to go on (stopped by SIGINT)" in last
+
+
+def test_a_stop_ends_a_learner_that_waits_for_a_batch_and_the_run_goes_on_later(
+    make_learner: Callable[..., Learner], tmp_path: Path
+) -> None:
+    with ScriptedBuffer(num_steps=3) as buffer:
+        buffer.waiting[1] = 3
+        buffer.on_waiting = lambda step: setattr(buffer, "is_stopping", step == 1)
+        assert make_learner(buffer).run() == 0
+    assert buffer.said("commit") == ["commit 1"]
+    with ScriptedBuffer(num_steps=3, committed=1) as later:
+        assert make_learner(later).run() == 0
+    assert later.said("register") == ["register 1"]
+    assert later.said("commit") == ["commit 2", "commit 3"]
+    assert (tmp_path / "run" / "final").exists()
+
+
+def test_signs_of_life_say_in_words_what_the_learner_does_and_their_seconds_add_up(
+    make_learner: Callable[..., Learner],
+) -> None:
+    with ScriptedBuffer(num_steps=3) as buffer:
+        buffer.waiting[2] = 20
+        began = time.monotonic()
+        learner = make_learner(buffer)
+        assert learner.run() == 0
+        took = time.monotonic() - began
+    states = [beat.state for beat in buffer.beats]
+    assert "starting" in states
+    assert "waiting for the batch of step 2" in states
+    last = buffer.beats[-1]
+    assert last.serving[0] == 1
+    assert 0 < last.num_tokens <= learner.num_tokens
+    for beat in buffer.beats:
+        assert sum(beat.seconds.values()) < took
+        assert beat.state_s <= sum(beat.seconds.values()) + 0.01
 
 
 def test_seconds_by_phase_add_up_and_the_buffers_records_are_logged(
@@ -168,7 +132,7 @@ def test_a_resumed_learner_replays_silently_and_publishes_at_the_committed_versi
     with ScriptedBuffer(num_steps=2) as first:
         make_learner(first).run()
     with ScriptedBuffer(num_steps=5, committed=4) as second:
-        assert make_learner(second, checkpoint={"resume": "auto"}).run() == 0
+        assert make_learner(second).run() == 0
     assert second.heard[0] == "register 2"
     published = [said for said in second.heard if said.startswith("published")]
     assert set(published) <= {"published 2.4", "published 2.5"}
@@ -186,8 +150,94 @@ def test_a_learner_that_resumes_at_the_committed_version_publishes_at_once(
     with ScriptedBuffer(num_steps=2) as first:
         make_learner(first).run()
     with ScriptedBuffer(num_steps=2, committed=2) as second:
-        assert make_learner(second, checkpoint={"resume": "auto"}).run() == 0
-    assert second.heard == ["register 2", "published 2.2"]
+        assert make_learner(second).run() == 0
+    assert second.heard[:2] == ["register 2", "published 2.2"]
+    assert not second.said("commit")
+
+
+def test_a_replaying_learner_says_so(make_learner: Callable[..., Learner]) -> None:
+    with ScriptedBuffer(num_steps=3, committed=3) as buffer:
+        learner = make_learner(buffer)
+        said = set()
+        enter = learner.clock.enter
+
+        def note(phase: str) -> None:
+            enter(phase)
+            said.add(learner.look().state)
+
+        learner.clock.enter = note  # type: ignore[method-assign]
+        learner.run()
+    assert {"replaying step 2: forward and backward", "committing version 3"} <= said
+    assert "step 2: forward and backward" not in said
+
+
+def test_a_run_begun_from_the_checkpoint_of_another_one_trains_on_as_that_one(
+    make_learner: Callable[..., Learner], tmp_path: Path
+) -> None:
+    optim = {"optim": {"lr": 1e-3, "warmup_steps": 5}}
+    with ScriptedBuffer(num_steps=4) as whole:
+        make_learner(whole, name="whole", learner=optim).run()
+    with ScriptedBuffer(num_steps=2) as first:
+        make_learner(first, name="first", learner=optim).run()
+    origin = tmp_path / "first" / "checkpoints" / "version-00000002"
+    start = tmp_path / "start"
+    shutil.copytree(tmp_path / "model", start)
+    shutil.copyfile(origin / "model.safetensors", start / "model.safetensors")
+    begun = {"checkpoint": {"resume": str(origin)}, "model": {"path": str(start)}, "learner": optim}
+    with ScriptedBuffer(num_steps=2, first_batch=2) as second:
+        learner = make_learner(second, name="second", **begun)
+        assert second.heard == ["register 0"]
+        assert learner.run() == 0
+    there = tmp_path / "second" / "checkpoints" / "version-00000002"
+    for name in ("model", "exp_avg", "exp_avg_sq"):
+        expected = tmp_path / "whole" / "checkpoints" / "version-00000004" / f"{name}.safetensors"
+        assert (there / f"{name}.safetensors").read_bytes() == expected.read_bytes(), name
+
+    shutil.rmtree(origin)
+    with ScriptedBuffer(num_steps=2, committed=2) as again:
+        assert make_learner(again, name="second", **begun).run() == 0
+    assert again.heard[0] == "register 2", "its own checkpoint wins"
+
+
+def test_a_run_whose_origin_is_damaged_is_refused_with_the_cause(
+    make_learner: Callable[..., Learner], tmp_path: Path
+) -> None:
+    with ScriptedBuffer(num_steps=1) as first:
+        make_learner(first, name="first").run()
+    origin = tmp_path / "first" / "checkpoints" / "version-00000001"
+    (origin / "exp_avg.safetensors").write_bytes(b"")
+    with (
+        ScriptedBuffer(num_steps=1) as second,
+        pytest.raises(ValueError, match=r"version-00000001, .*not whole: exp_avg\.safetensors"),
+    ):
+        make_learner(second, name="second", checkpoint={"resume": str(origin)})
+
+
+def test_a_checkpoint_that_the_buffer_cannot_go_on_from_is_the_users_to_mend(
+    make_learner: Callable[..., Learner],
+) -> None:
+    with ScriptedBuffer(num_steps=3) as buffer:
+        buffer.refuse_register = "the batches before step 4 are deleted"
+        with pytest.raises(ValueError, match="before step 4 are deleted"):
+            make_learner(buffer)
+
+
+def test_weights_that_cannot_be_written_are_said_in_signs_of_life_and_end_the_run(
+    make_learner: Callable[..., Learner], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ScriptedBuffer(num_steps=2) as buffer:
+        buffer.waiting[1] = 10_000
+        learner = make_learner(buffer, weights={"timeout_s": 0.2})
+        [root] = (tmp_path / "weights").iterdir()
+        shutil.rmtree(root)
+        root.touch()  # in the way: as on a full or broken disk, every try fails
+        assert learner.run() == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("the run failed at version 1: no weights could be published in")
+    assert "for 0.6 s (3 times weights.timeout_s): FileExistsError: " in error
+    assert any("; weights are not published since 0 s: FileExists" in b.state for b in buffer.beats)
+    assert (tmp_path / "run" / "checkpoints" / "version-00000001").is_dir()
+    assert not (tmp_path / "run" / "final").exists()
 
 
 def test_a_version_passed_over_is_published_while_there_is_nothing_to_train(
@@ -198,7 +248,7 @@ def test_a_version_passed_over_is_published_while_there_is_nothing_to_train(
     assert not [said for said in busy.heard if said.startswith("published")]
     with ScriptedBuffer(num_steps=2) as idle:
         idle.waiting_for[1] = "published 1.1"
-        make_learner(idle, weights={"publish_every": 3}).run()
+        make_learner(idle, name="idle", weights={"publish_every": 3}).run()
     assert [said for said in idle.heard if said.startswith("published")] == ["published 1.1"]
 
 
@@ -209,7 +259,7 @@ def test_a_fenced_learner_stops(make_learner: Callable[..., Learner]) -> None:
         with pytest.raises(RefusedError, match="learner 3 has registered") as caught:
             learner.run()
         assert caught.value.code == "fenced"
-        learner.line.close()
+        learner.line.close("the test is over")
 
 
 def test_a_failed_run_keeps_its_checkpoint_and_says_why(
@@ -229,8 +279,8 @@ def test_tokens_over_the_bound_stop_the_learner_before_they_are_trained(
     with ScriptedBuffer(num_steps=3) as buffer:
         honest = buffer._fetch
 
-        def lies(step: int) -> Reply:
-            reply = honest(step)
+        async def lies(step: int) -> Reply:
+            reply = await honest(step)
             if isinstance(reply, tuple) and isinstance(reply[0], Batch):
                 return reply[0].model_copy(update={"max_staleness": 1}), reply[1]
             return reply
@@ -239,7 +289,7 @@ def test_tokens_over_the_bound_stop_the_learner_before_they_are_trained(
         learner = make_learner(buffer)
         with pytest.raises(RuntimeError, match="step 2 got tokens aged 2 to 2"):
             learner.run()
-        learner.line.close()
+        learner.line.close("the test is over")
     assert "commit 3" not in buffer.heard
 
 

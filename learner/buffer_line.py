@@ -1,0 +1,209 @@
+"""The learner's line to the buffer: joins, registers, fetches ahead, commits, announces.
+
+Every rank has one and calls it alike. The lead's alone is connected; what the buffer answers it
+passes on to the others as bytes, so that all ranks decide alike. Imports no torch, so that a buffer
+that is not there, or refuses, is told before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.config import Config
+from asyncrl.handshake import member_settings
+from asyncrl.heartbeat import HeartbeatThread
+from asyncrl.messages import (
+    Batch,
+    Checkpointed,
+    Commit,
+    End,
+    Fetch,
+    Heartbeat,
+    Hello,
+    Leave,
+    Message,
+    Published,
+    Record,
+    Register,
+    Registered,
+    Waiting,
+)
+from asyncrl.run_dir import RunDir
+from asyncrl.transport import RefusedError, ThreadClient, Unreachable
+from asyncrl.types import WeightId
+from asyncrl.wire import Packet, decode, encode
+
+if TYPE_CHECKING:
+    from learner.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+FAREWELL_S = 2.0
+"""How long a request may go unanswered once the buffer has said that the run has ended, when it is
+free to leave."""
+
+
+def join(config: Config, run_dir: RunDir, *, address: str) -> ThreadClient:
+    """The lead's connection, after the buffer's welcome.
+
+    Waits network.wait_for_buffer_s. Raises Unreachable, and RefusedError when this learner does
+    not fit the run.
+    """
+    settings = member_settings(config, "learner")
+    run_id = run_dir.read_run_id()
+    hello = Hello.here("learner", name="learner", run_id=run_id, settings=settings)
+    client = ThreadClient(address, hello=hello)
+    client.connect(deadline_s=config.network.wait_for_buffer_s)
+    return client
+
+
+class BufferLine:
+    """Requests to the buffer. On the lead, methods raise Unreachable (after `patience_s`, within
+    which a buffer may restart) or RefusedError."""
+
+    def __init__(self, client: ThreadClient | None, *, ranks: Ranks, patience_s: float) -> None:
+        """`client` is what `join` returned on the lead, and None on the other ranks."""
+        self._ranks = ranks
+        self._client = client
+        self._patience_s = patience_s
+        self._heartbeat: HeartbeatThread | None = None
+        self._replies: queue.SimpleQueue[Packet | BaseException] = queue.SimpleQueue()
+        self._inc = 0
+        self._is_stopping = False
+        self._is_closed = False
+        self._end: Future[None] = Future()
+        """Done as soon as the buffer has said End, even if the loop has yet to read it."""
+
+    def give_signs_of_life(self, look: Callable[[], Heartbeat]) -> None:
+        """From now on `look`'s heartbeats are sent, from a thread of their own."""
+        if self._client is None or self._client.welcome is None:
+            return
+        self._heartbeat = HeartbeatThread(
+            self._client.address,
+            hello=self._client.hello,
+            interval_s=self._client.welcome.heartbeat_s,
+            look=look,
+            on_done=lambda: None,  # the answer to a Fetch says why as well
+        )
+        self._heartbeat.start()
+
+    def register(self, *, checkpoint_version: int, config_digest: str) -> Registered:
+        """Takes over the run from a checkpoint (0: from its beginning). ValueError when the buffer
+        cannot go on from there."""
+        message = Register(checkpoint_version=checkpoint_version, config_digest=config_digest)
+        packet = None
+        if self._client is not None:
+            try:
+                packet = self._client.call(message, deadline_s=self._patience_s)
+            except RefusedError as error:
+                if error.code != "invalid":
+                    raise
+                raise ValueError(str(error)) from None
+        registered: Registered = self._share(packet).message
+        self._inc = registered.inc
+        return registered
+
+    def fetch(self, step: int) -> None:
+        """Asks for the batch of `step` in the background, until there is one or the run ends."""
+        if self._client is not None:
+            self._ask(self._client, Fetch(inc=self._inc, step=step))
+
+    def next_reply(self, *, give_up: str = "") -> Packet:
+        """The next answer to `fetch`: any number of Waiting, then one Batch or End.
+
+        Of answers that came meanwhile the newest is returned, with the records of all. With a
+        reason to `give_up` on the lead it is an End that says so, on all ranks.
+        """
+        if self._client is None:
+            return self._share(None)
+        if give_up:
+            return self._share(Packet(0, End(reason=give_up, failed=True, records=[]), ()))
+        return self._share(self._newest(self._client))
+
+    def commit(self, version: int, metrics: dict[str, float]) -> None:
+        """Says that the weights are now `version`. When the buffer answers that the run is being
+        stopped, a batch that was fetched ahead is given up for the End."""
+        packet = self._tell(Commit(inc=self._inc, version=version, metrics=metrics))
+        self._is_stopping = packet is not None and packet.message.stop
+
+    def announce(self, weights: WeightId, location: Path, digest: str) -> None:
+        """Says that weights lie at `location`; the buffer passes it on to the generators."""
+        self._tell(
+            Published(
+                inc=weights.inc, version=weights.version, location=str(location), digest=digest
+            )
+        )
+
+    def checkpointed(self, versions: list[int]) -> None:
+        """Says which checkpoints there are."""
+        self._tell(Checkpointed(inc=self._inc, versions=versions))
+
+    def close(self, reason: str) -> None:
+        """Says why this learner ends, and hangs up. Safe to call twice."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()  # first: a sign of life after the farewell would undo it
+        if self._client is None or self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._client.call(Leave(reason=reason), deadline_s=FAREWELL_S)
+        except (Unreachable, RefusedError) as error:
+            log.debug("no farewell: %s", error)
+        self._client.close()
+
+    def _tell(self, message: Message) -> Packet | None:
+        """Sends and waits for the answer; once the run has ended, only for as long as a farewell
+        is worth: the buffer may have left (None)."""
+        if self._client is None:
+            return None
+        reply = self._client.call_soon(message, deadline_s=self._patience_s)
+        either: list[Future[Any]] = [reply, self._end]
+        wait(either, return_when=FIRST_COMPLETED)
+        if not reply.done():
+            wait([reply], timeout=FAREWELL_S)
+        if reply.done() or not self._end.done():
+            return reply.result()
+        reply.cancel()
+        log.info("the buffer has left before it heard of %s", type(message).__name__)
+        return None
+
+    def _ask(self, client: ThreadClient, fetch: Fetch) -> None:
+        """Sends a Fetch whose answer lands in the queue; after a Waiting, sends it again."""
+
+        def on_reply(reply: Future[Packet]) -> None:
+            error = reply.exception()
+            if error is not None:
+                self._replies.put(error)
+                return
+            packet = reply.result()
+            if isinstance(packet.message, End) and not self._end.done():
+                self._end.set_result(None)
+            self._replies.put(packet)
+            if isinstance(packet.message, Waiting) and not self._is_closed:
+                self._ask(client, fetch)
+
+        client.call_soon(fetch, deadline_s=self._patience_s).add_done_callback(on_reply)
+
+    def _newest(self, client: ThreadClient) -> Packet:
+        records: list[Record] = []
+        while True:
+            reply = self._replies.get()
+            if isinstance(reply, BaseException):
+                raise reply
+            records += reply.message.records
+            if self._is_stopping and isinstance(reply.message, Batch):
+                self._is_stopping = False
+                self._ask(client, Fetch(inc=self._inc, step=reply.message.step))
+                continue
+            if self._replies.empty() or not isinstance(reply.message, Waiting):
+                message = reply.message.model_copy(update={"records": records})
+                return Packet(reply.id, message, reply.frames)
+
+    def _share(self, packet: Packet | None) -> Packet:
+        parts = encode(packet.message, frames=packet.frames) if packet is not None else None
+        return decode(self._ranks.broadcast(parts))
