@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from asyncrl.launch.children import role_command
 from asyncrl.parent import end_with_parent
 
-_SHUTDOWN_S = "5"
-"""Time that ranks have to end after another one has failed; then SIGKILL."""
+_SHUTDOWN_S = "3"
+"""Time that ranks have to end after a signal or the failure of another; then SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +71,22 @@ def main() -> int:
     if sys.argv[1] == "--rank-of":
         return _become_rank(int(sys.argv[2]), sys.argv[3:])
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end)
+        signal.signal(number, _end)  # until there are ranks; then torch passes signals on to them
     split = next(i for i, text in enumerate(sys.argv) if i and not text.startswith("--"))
     rank = role_command("asyncrl.launch.ranks", "--rank-of", str(os.getpid()), *sys.argv[split:])
-    ending = [f"--shutdown-timeout={_SHUTDOWN_S}", "--signals-to-handle=SIGHUP"]
+    options = [*sys.argv[1:split], f"--shutdown-timeout={_SHUTDOWN_S}", "--no-python"]
     try:
-        run(parse_args([*sys.argv[1:split], *ending, "--no-python", *rank]))
+        run(parse_args([*options, *rank]))
     except ChildFailedError as error:
         code: int = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
+    except SignalException as ended:
+        return 128 + int(ended.sigval)
     return 0
 
 
@@ -94,7 +97,7 @@ def _become_rank(parent: int, arguments: list[str]) -> int:
 
 
 def _end(number: int, frame: object) -> None:
-    os._exit(128 + number)  # the kernel ends the ranks
+    os._exit(128 + number)
 
 
 if __name__ == "__main__":
