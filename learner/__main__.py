@@ -17,6 +17,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.config.load import load_resolved
 from asyncrl.run_dir import RunDir
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--connect", metavar="ADDRESS", help="the buffer, if not network.buffer")
     options = parser.parse_args(arguments)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    clock = PhaseClock("start")
     rank = int(os.environ.get("RANK", "0"))
     _log_to_stderr(logging.INFO if rank == 0 else logging.WARNING)
     run_dir = RunDir(options.config.parent)
@@ -40,35 +42,31 @@ def main(arguments: list[str] | None = None) -> int:
         address = options.connect or config.network.buffer
         client = join(config, run_dir, address=address) if rank == 0 else None
     except (ValueError, Unreachable, RefusedError) as error:
-        return _fail(_code_at_start(error), str(error))
-    return _learn(config, run_dir, client)
+        is_mendable = not isinstance(error, RefusedError) or error.is_misfit
+        return _fail(2 if is_mendable else 1, str(error))
+    return _learn(config, run_dir, client, clock)
 
 
-def _learn(config: Config, run_dir: RunDir, client: ThreadClient | None) -> int:
+def _learn(config: Config, run_dir: RunDir, client: ThreadClient | None, clock: PhaseClock) -> int:
     from learner.loop import Learner  # torch takes seconds: what can fail without it has not
     from learner.ranks import start_ranks
 
     learner = None
     try:
-        learner = Learner(config, run_dir, client=client, ranks=start_ranks())
+        ranks = start_ranks()
+        learner = Learner(config, run_dir, client=client, ranks=ranks, clock=clock)
         return learner.run()
     except Exception as error:
         if learner is not None:
             learner.line.close(f"{type(error).__name__}: {error}")
         if learner is None and isinstance(error, ValueError):
             return _fail(2, str(error))
-        if isinstance(error, RefusedError | Unreachable):
-            newer = "a newer learner took over this run: " if _is_fenced(error) else ""
-            return _fail(1, newer + str(error))
+        if isinstance(error, RefusedError):
+            newer = "a newer learner took over this run: " if error.code == "fenced" else ""
+            return _fail(2 if error.is_misfit else 1, newer + str(error))
+        if isinstance(error, Unreachable):
+            return _fail(1, str(error))
         return _fail(1, "".join(traceback.format_exception(error)))
-
-
-def _code_at_start(error: Exception) -> int:
-    return 2 if not isinstance(error, RefusedError) or error.is_misfit else 1
-
-
-def _is_fenced(error: Exception) -> bool:
-    return isinstance(error, RefusedError) and error.code == "fenced"
 
 
 def _fail(code: int, message: str) -> int:

@@ -35,7 +35,7 @@ from learner.export import export_policy
 from learner.optimizer import Optimizer
 from learner.policy import DTYPES, load_policy
 from learner.ranks import Ranks
-from learner.reporting import Reporter, state_in_words
+from learner.reporting import Reporter, last_line, state_in_words
 from learner.resume import resume
 from learner.train_step import train_step
 from learner.weights_out import Publisher
@@ -52,14 +52,21 @@ class Learner:
     """One rank of the learner, from registration to the end of the run."""
 
     def __init__(
-        self, config: Config, run_dir: RunDir, *, client: ThreadClient | None, ranks: Ranks
+        self,
+        config: Config,
+        run_dir: RunDir,
+        *,
+        client: ThreadClient | None,
+        ranks: Ranks,
+        clock: PhaseClock,
     ) -> None:
         """Takes over the run. `client` is what buffer_line.join returned on the lead, None on other
-        ranks. ValueError for what the user can mend."""
+        ranks; `clock` has been in phase "start" since the program began. ValueError for what the
+        user can mend."""
         self.config = config
         self.run_dir = run_dir
         self.ranks = ranks
-        self.clock = PhaseClock("start")
+        self.clock = clock
         self.version = 0
         self.inc = 0
         self.committed = 0
@@ -216,14 +223,19 @@ class Learner:
         self.clock.enter("drain")
         self.publisher.close(drain_s=DRAIN_S if is_over else 0.0)
         if self.version not in list_versions(self.run_dir.checkpoints):
-            self.save()
+            try:
+                self.save()
+            except OSError as error:  # a run that fails for want of space says so all the same
+                if not end.failed:
+                    raise
+                log.warning("there is no checkpoint of version %d: %s", self.version, error)
         if is_over:
             self.export()
         self.reporter.close()
         self.line.close("the run has ended")
         if self.ranks.is_lead:
             remove_whole(self.run_dir.weights(self.config))
-            print(_last_line(end, self.version), file=sys.stderr)
+            print(last_line(end, self.version), file=sys.stderr)
         return 1 if end.failed else 0
 
     def export(self) -> None:
@@ -236,14 +248,3 @@ class Learner:
 
 def _is_multiple(version: int, every: int) -> bool:
     return every > 0 and version % every == 0
-
-
-def _last_line(end: End, version: int) -> str:
-    if end.failed:
-        return f"the run failed at version {version}: {end.reason}"
-    if end.stopped:
-        return (
-            f"stopped at version {version}, which is in a checkpoint; start it again with "
-            f"checkpoint.resume=auto to go on ({end.reason})"
-        )
-    return f"the run has ended at version {version}: {end.reason}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from asyncrl.config import Config
-from asyncrl.messages import Record
+from asyncrl.messages import End, Record
 from asyncrl.metrics import MetricsLog, Value
 from asyncrl.run_dir import RunDir
 from asyncrl.wire import Packet
@@ -37,6 +37,18 @@ def state_in_words(phase: str, *, version: int, committed: int) -> str:
     if phase == "wait_batch":
         return f"waiting for the batch of step {version}"
     return _OF_A_VERSION[phase].format(version) if phase in _OF_A_VERSION else "starting"
+
+
+def last_line(end: End, version: int) -> str:
+    """How the run ended, and how to go on where it can."""
+    if end.failed:
+        return f"the run failed at version {version}: {end.reason}"
+    if end.stopped:
+        return (
+            f"stopped at version {version}, which is in a checkpoint; start it again with "
+            f"checkpoint.resume=auto to go on ({end.reason})"
+        )
+    return f"the run has ended at version {version}: {end.reason}"
 
 
 class Reporter:

@@ -52,6 +52,7 @@ class ScriptedBuffer:
         """How often the batch of a step was handed out."""
         self.on_waiting: Callable[[int], None] = lambda step: None
         """Called with the step before an answer of Waiting."""
+        self.on_commit: Callable[[], None] = lambda: None
         self.settings: Settings = {}
         """What it says that members must agree with."""
         self.failed = False
@@ -123,7 +124,9 @@ class ScriptedBuffer:
                 self.committed = max(self.committed, message.version)
                 self.is_stopping = self.is_stopping or message.version == self.stop_at
                 self._hear(f"commit {message.version}")
-                return Committed(stop=self.is_stopping)
+                committed = Committed(stop=self.is_stopping)
+                self.on_commit()
+                return committed
             case Heartbeat():
                 self.beats.append(message)
                 return Beat(inc=0, version=0, done=False)

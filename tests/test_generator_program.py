@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import time
@@ -47,6 +48,23 @@ def test_the_program_generates_beats_and_exits_0_when_the_run_is_done(
     assert code == 0
     assert max(beat.num_tokens for beat in buffer.beats) > 0
     assert "waiting for leases" in {beat.state for beat in buffer.beats}
+
+
+def test_ctrl_c_in_a_shell_reaches_all_its_processes_and_shows_no_traceback(
+    config: Config, tmp_path: Path
+) -> None:
+    async def scenario() -> tuple[int, str]:
+        async with serve([lease(0)]) as (buffer, address):
+            program = start_program(tmp_path, config, address)
+            await buffer.until(lambda: len(buffer.groups) == 1, 40)
+            os.killpg(program.pid, signal.SIGINT)
+            _, errors = await asyncio.to_thread(program.communicate, timeout=10)
+            return program.returncode, errors
+
+    code, errors = run(scenario())
+    assert code == 130
+    assert "Traceback" not in errors
+    assert "leaked" not in errors
 
 
 @pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -14,6 +14,7 @@ import pytest
 from learner_cases import make_config, save_model
 from scripted_buffer import ScriptedBuffer
 
+from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.messages import Batch
 from asyncrl.run_dir import RunDir
@@ -36,7 +37,8 @@ def make_learner(tmp_path: Path) -> Iterator[Callable[..., Learner]]:
         run_dir = RunDir(tmp_path / name)
         run_dir.path.mkdir(exist_ok=True)
         client = join(config, run_dir, address=buffer.address)
-        return Learner(config, run_dir, client=client, ranks=start_ranks())
+        clock = PhaseClock("start")
+        return Learner(config, run_dir, client=client, ranks=start_ranks(), clock=clock)
 
     return make  # type: ignore[return-value]
 
@@ -108,6 +110,17 @@ def test_signs_of_life_say_in_words_what_the_learner_does_and_their_seconds_add_
     for beat in buffer.beats:
         assert sum(beat.seconds.values()) < took
         assert beat.state_s <= sum(beat.seconds.values()) + 0.01
+
+
+def test_a_buffer_that_was_stopped_and_came_back_gets_the_batch_trained_after_all(
+    make_learner: Callable[..., Learner],
+) -> None:
+    with ScriptedBuffer(num_steps=3) as buffer:
+        buffer.stop_at = 1
+        buffer.on_commit = lambda: setattr(buffer, "is_stopping", False)  # as after a restart
+        assert make_learner(buffer).run() == 0
+    assert buffer.said("commit") == ["commit 1", "commit 2", "commit 3"]
+    assert buffer.num_fetched[1] == 2, "it was given up at first"
 
 
 def test_seconds_by_phase_add_up_and_the_buffers_records_are_logged(

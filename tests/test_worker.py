@@ -113,6 +113,21 @@ def test_a_late_generator_takes_the_newest_weights_before_its_first_lease(
     assert "starting, weights 2.5 were not taken: tensor x is missing" in states
 
 
+def test_a_warm_generator_takes_the_same_version_of_a_later_learner(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    async def scenario() -> BrokenEngine:
+        engine = BrokenEngine(config)
+        async with Scene(config, tokens, rewards, [], engine) as running:
+            for weights in (WeightId(1, 7), WeightId(2, 7)):
+                running.buffer.publish(weights)
+                await running.buffer.until(lambda: engine.serving == weights)  # noqa: B023
+            await running.done()
+            return engine
+
+    assert run(scenario()).taken == [WeightId(1, 7), WeightId(2, 7)]
+
+
 def test_where_nothing_was_published_the_first_lease_does_not_wait(
     config: Config, tokens: Tokens, rewards: RewardWorkers
 ) -> None:
