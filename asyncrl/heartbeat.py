@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 
 from asyncrl.messages import Beat, Heartbeat, Hello
-from asyncrl.transport import RefusedError, ThreadClient, Unreachable
+from asyncrl.thread_client import ThreadClient
+from asyncrl.transport import RefusedError, Unreachable
 
 log = logging.getLogger(__name__)
 

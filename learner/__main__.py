@@ -21,7 +21,8 @@ from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.config.load import load_resolved
 from asyncrl.run_dir import RunDir
-from asyncrl.transport import RefusedError, ThreadClient, Unreachable
+from asyncrl.thread_client import ThreadClient
+from asyncrl.transport import RefusedError, Unreachable
 from learner.buffer_line import join
 from learner.signals import end_on_signals
 

@@ -34,7 +34,8 @@ from asyncrl.messages import (
     Waiting,
 )
 from asyncrl.run_dir import RunDir
-from asyncrl.transport import RefusedError, ThreadClient, Unreachable
+from asyncrl.thread_client import ThreadClient
+from asyncrl.transport import RefusedError, Unreachable
 from asyncrl.types import WeightId
 from asyncrl.wire import Packet, decode, encode
 

@@ -19,7 +19,7 @@ from asyncrl.config import Config
 from asyncrl.disk import remove_whole
 from asyncrl.messages import Batch, End, Heartbeat
 from asyncrl.run_dir import RunDir
-from asyncrl.transport import ThreadClient
+from asyncrl.thread_client import ThreadClient
 from asyncrl.types import WeightId
 from asyncrl.wire import Packet, decode_group
 from learner.batch import staleness_metrics

@@ -27,7 +27,8 @@ from asyncrl.messages import (
     Waiting,
     Welcome,
 )
-from asyncrl.transport import Client, Handler, RefusedError, Server, ThreadClient, Unreachable
+from asyncrl.thread_client import ThreadClient
+from asyncrl.transport import Client, Handler, RefusedError, Server, Unreachable
 from asyncrl.wire import MAX_HEADER_BYTES, Packet
 
 HELLO = Hello(role="monitor", member="monitor-1", run_id=None, host="here", pid=1)

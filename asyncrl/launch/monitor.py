@@ -7,7 +7,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from asyncrl.messages import Hello, StatusRequest
-from asyncrl.transport import RefusedError, ThreadClient, Unreachable
+from asyncrl.thread_client import ThreadClient
+from asyncrl.transport import RefusedError, Unreachable
 from asyncrl.wire import Packet
 
 _DEADLINE_S = 3.0

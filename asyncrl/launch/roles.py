@@ -29,7 +29,8 @@ from asyncrl.launch.placement import count_cores, cpu_environment, visible_gpus
 from asyncrl.launch.ranks import Nodes, learner_command
 from asyncrl.messages import Hello, Role, Welcome
 from asyncrl.run_dir import RunDir
-from asyncrl.transport import RefusedError, ThreadClient, Unreachable
+from asyncrl.thread_client import ThreadClient
+from asyncrl.transport import RefusedError, Unreachable
 
 _SAY_AFTER_S = 1.0
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

@@ -16,7 +16,8 @@ from asyncrl.messages import Hello, StatusRequest
 from asyncrl.report.reading import find_run, read_run
 from asyncrl.report.summary import fates_text, outcome
 from asyncrl.run_dir import RunDir
-from asyncrl.transport import RefusedError, ThreadClient, Unreachable
+from asyncrl.thread_client import ThreadClient
+from asyncrl.transport import RefusedError, Unreachable
 
 ANSWER_S = 3.0
 """How long the buffer may take to answer. It answers at once unless it is gone or stopped."""
