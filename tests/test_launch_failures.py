@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from asyncrl.launch.children import Children, Program
 from asyncrl.launch.failures import Ending, how_it_ended, judge, telling_lines
-from asyncrl.launch.ranks import Nodes, learner_command
+from asyncrl.launch.ranks import Nodes, exit_code, learner_command
 
 
 def ending(role: str, code: int, *, has_worked: bool = True, is_over: bool = False) -> Ending:
@@ -102,3 +103,20 @@ def test_one_rank_is_started_plainly() -> None:
     command = learner_command(2, "c.yaml", nodes=Nodes(count=2, this=1, master="[::1]:29500"))
     assert command[3:5] == ("asyncrl.launch.ranks", "--nproc-per-node=2")
     assert "--master-addr=::1" in command
+
+
+@pytest.mark.parametrize(
+    ("ranks", "code"),
+    [
+        ([(2, 10)], 2),
+        ([(-9, 10)], 137),
+        ([(1, 10), (-9, 10)], 137),  # the first could not reach the second any more
+        ([(1, 10), (-15, 10)], 1),  # the launcher ended the second
+        ([(1, 10), (-9, 13)], 1),  # and killed it, as it did not end
+    ],
+)
+def test_of_several_ranks_the_one_that_began_it_gives_the_exit_code(
+    ranks: list[tuple[int, int]], code: int
+) -> None:
+    failures = [SimpleNamespace(exitcode=exitcode, timestamp=at) for exitcode, at in ranks]
+    assert exit_code(failures) == code

@@ -11,7 +11,9 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from asyncrl.launch.children import role_command
 from asyncrl.parent import end_with_parent
@@ -83,11 +85,29 @@ def main() -> int:
     try:
         run(parse_args([*options, *rank]))
     except ChildFailedError as error:
-        code: int = error.get_first_failure()[1].exitcode
-        return code if code > 0 else 128 - code
+        return exit_code(error.failures.values())
     except SignalException as ended:
         return 128 + int(ended.sigval)
     return 0
+
+
+class Failure(Protocol):
+    """A rank that failed, as torch's launcher tells it."""
+
+    exitcode: int
+    timestamp: int
+    """When that was seen, seconds."""
+
+
+def exit_code(failures: Iterable[Failure]) -> int:
+    """The exit code of the first rank that failed. Of several at once, one that was killed is the
+    cause of the others' errors; those that the launcher itself ended after that do not count."""
+    in_order = sorted(failures, key=lambda failure: failure.timestamp)
+    first = in_order[0]
+    at_once = [f.exitcode for f in in_order if f.timestamp <= first.timestamp + 1]
+    killed = [code for code in at_once if code < 0 and code != -signal.SIGTERM]
+    code = killed[0] if killed else first.exitcode
+    return code if code > 0 else 128 - code
 
 
 def _become_rank(parent: int, arguments: list[str]) -> int:
