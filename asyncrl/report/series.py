@@ -139,13 +139,15 @@ def sampling_speed(run: RunRecords, clock: RunClock) -> list[tuple[float, float]
             (step.at, step.number("buffer/generator_tokens_per_s")) for step in trained_steps(run)
         ]
         return [(clock.seconds(at), speed) for at, speed in points if speed is not None]
-    width = max(clock.total_s / 100, statistics.median(end - begin for begin, end, _ in spans))
-    edges = np.arange(0.0, clock.total_s + width, width)
+    first, last = min(begin for begin, _, _ in spans), max(end for _, end, _ in spans)
+    usual = statistics.median(end - begin for begin, end, _ in spans)
+    edges = np.linspace(first, last, 1 + min(100, max(1, int((last - first) / usual))))
     tokens = np.zeros(len(edges) - 1)
     for begin, end, count in spans:
         overlap = np.minimum(edges[1:], end) - np.maximum(edges[:-1], begin)
         tokens += count * np.clip(overlap, 0, None) / (end - begin)
-    return list(zip((edges[:-1] + width / 2).tolist(), (tokens / width).tolist(), strict=True))
+    middles, speeds = (edges[:-1] + edges[1:]) / 2, tokens / np.diff(edges)
+    return list(zip(middles.tolist(), speeds.tolist(), strict=True))
 
 
 def tokens_in(run: RunRecords) -> int:

@@ -98,7 +98,6 @@ def shares(lane: Lane, edges: NDArray[np.float64]) -> dict[str, NDArray[np.float
     widths = np.diff(edges)
     result = {kind: np.zeros(len(widths)) for kind in KINDS}
     for span in lane.spans:
-        length = max(span.end_s - span.begin_s, 1e-9)
         first = int(np.clip(np.searchsorted(edges, span.begin_s, "right") - 1, 0, len(widths) - 1))
         last = int(np.clip(np.searchsorted(edges, span.end_s, "left"), first + 1, len(widths)))
         low, high = edges[first:last], edges[first + 1 : last + 1]
@@ -106,7 +105,7 @@ def shares(lane: Lane, edges: NDArray[np.float64]) -> dict[str, NDArray[np.float
         covered = np.clip(overlap, 0, None) / widths[first:last]
         total = max(sum(span.seconds.values()), 1e-9)
         for kind, seconds in span.seconds.items():
-            result[kind][first:last] += covered * min(1.0, total / length) * seconds / total
+            result[kind][first:last] += covered * seconds / total
     return result
 
 
