@@ -2,13 +2,14 @@
 
     meta(key, value)      what is kept by name: schema; data, groups_per_step, group_size (must not
                           change); inc, position, committed, oldest_step, owner, config_digest,
-                          forks, staleness (JSON), engine, not_issued, end (JSON of messages.End,
-                          or empty)
+                          forks, staleness (JSON), engine, evaluating (JSON), records_told,
+                          not_issued, end (JSON of messages.End, or empty)
     groups(number, ...)   one row for each admitted prompt group: GroupRow, number = admission order
     steps(step, ...)      one row for each assigned batch: StepRow; its groups are those of the step
     weights(inc, ...)     every publication: WeightsRow
     evals(version, ...)   every finished evaluation: EvalRow
-    beats(at, ...)        what each process did, heartbeat by heartbeat: BeatRow, only ever added to
+    beats(at, ...)        what each process did, heartbeat by heartbeat: BeatRow; thinned out when
+                          there are many (journal.MAX_BEATS)
 
 Columns `at` and those that end in `_at` are wall-clock times, in seconds since 1970. Anybody may
 read while the run goes on (journal.open_read_only). Groups by state and `not_issued` of meta add up

@@ -44,7 +44,9 @@ Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
 class Message(BaseModel):
     """Base of all messages: unknown fields and wrong types are refused when decoding."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, ser_json_inf_nan="constants"
+    )
 
 
 class Hello(Message):

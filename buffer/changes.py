@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from asyncrl.transport import Reply
@@ -25,15 +26,21 @@ class Changes:
         self._run = run
         self._max_wait_s = max_wait_s
         self._changed = asyncio.Event()
+        self._saved: Future[None] | None = None
 
     async def save(self) -> None:
         """Follows up a change, wakes what waits for it, and waits until it is on disk."""
         now = time.monotonic()
         self._run.advance(now=now)
-        saved = self._run.save(now=now)
+        self._saved = self._run.save(now=now)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        await asyncio.wrap_future(saved)
+        await self.saved()
+
+    async def saved(self) -> None:
+        """Waits until every change so far is on disk."""
+        if self._saved is not None:
+            await asyncio.wrap_future(self._saved)
 
     async def until(self, look: Callable[[float], Found | None]) -> Found | None:
         """What `look` finds, tried after each change; None after max_wait_s."""

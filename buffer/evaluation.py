@@ -67,6 +67,8 @@ class Evaluations:
         self.rows = rows
         self.results: list[Record] = []
         """One record for each finished evaluation, oldest first."""
+        self.num_told = 0
+        """How many of the results a learner has received."""
         self._temperature = temperature
         self._timeout_s = timeout_s
         self._running: _Running | None = None
@@ -75,6 +77,12 @@ class Evaluations:
     @property
     def idle(self) -> bool:
         return self._running is None and self._next is None
+
+    @property
+    def versions_due(self) -> list[int]:
+        """The version that is evaluated, and the one that waits for it."""
+        running = [self._running.version] if self._running is not None else []
+        return running + ([self._next] if self._next is not None else [])
 
     @property
     def versions_done(self) -> set[int]:

@@ -27,6 +27,11 @@ class Farewell:
             self._ended_at = now
         return self._all_told(now) or now - self._ended_at > self._patience_s()
 
+    def excuse(self, seconds: float) -> None:
+        """The buffer itself stood still for so long: nobody could ask."""
+        if self._ended_at is not None:
+            self._ended_at += seconds
+
     def _all_told(self, now: float) -> bool:
         run = self._run
         told = all(member.heard_end for member in [*run.members.alive(), *run.members.learners()])

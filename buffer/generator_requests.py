@@ -31,8 +31,6 @@ class GeneratorRequests:
     def __init__(self, run: Run, changes: Changes) -> None:
         self._run = run
         self._changes = changes
-        self._lease_replies: dict[str, tuple[int, Leases | None]] = {}
-        """By generator: number of its last lease request, and what it was given."""
         self.handlers: Mapping[type[Message], Handler] = {
             LeaseRequest: self._lease,
             Started: self._started,
@@ -44,31 +42,25 @@ class GeneratorRequests:
     async def _lease(self, member: Member, packet: Packet, request: LeaseRequest) -> Leases:
         """A later request of the same generator ends the wait of the one before, and the same
         request sent again gets the same leases."""
-        id, answered = self._lease_replies.get(member.name, (0, None))
-        if id == packet.id and answered is not None:
-            return answered
-        self._lease_replies[member.name] = (packet.id, None)
+        if member.lease_request != packet.id:
+            member.lease_request, member.leases = packet.id, None
 
         def look(now: float) -> Leases | None:
-            id, answered = self._lease_replies[member.name]
-            if id != packet.id or not member.alive:  # a reply would reach nobody
+            if member.lease_request != packet.id or not member.alive:  # it would reach nobody
                 return Leases(leases=[])
-            if answered is not None:
-                return answered
+            if member.leases is not None:
+                return member.leases
             if self._run.end is not None:
                 member.heard_end = True
                 return Leases(leases=[], done=True)
-            leases = self._run.generation.lease(member, request, now=now)
-            if not leases:
-                return None
-            self._lease_replies[member.name] = (packet.id, Leases(leases=leases))
-            return self._lease_replies[member.name][1]
+            if leases := self._run.generation.lease(member, request, now=now):
+                member.leases = Leases(leases=leases)
+            return member.leases
 
         found = await self._changes.until(look)
-        if found is None or not found.leases:
-            return found or Leases(leases=[])
-        await self._changes.save()
-        return found
+        if found is not None and found.leases:
+            await self._changes.save()
+        return found or Leases(leases=[])
 
     async def _started(self, member: Member, packet: Packet, message: Started) -> None:
         self._run.started(message, now=time.monotonic())

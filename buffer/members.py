@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from asyncrl.messages import Heartbeat, Hello
+from asyncrl.messages import Heartbeat, Hello, Leases
 from asyncrl.types import WeightId
 
 MISSED_HEARTBEATS = 3
 """A member that is silent for this many heartbeats is dead, or stopped."""
+
+MAX_GONE = 32
+"""Members that are dead or have left are forgotten when so many others went after them."""
+MAX_CONNECTIONS = 8
+"""Connections of one member that are known: each one that broke has left one behind."""
 
 NO_WEIGHTS = WeightId(0, 0)
 """What everybody has from the start: version 0."""
@@ -45,6 +50,10 @@ class Member:
     """It was told that the run has ended."""
     num_late: int = 0
     """Leases that ran past their time since it last submitted a group."""
+    lease_request: int = 0
+    """Number of its last one."""
+    leases: Leases | None = None
+    """What it was given for that one, as long as it is there."""
     counted: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=12))
     """Recent (time, tokens so far)."""
 
@@ -63,6 +72,11 @@ class Member:
 
     def enter(self, state: str, *, since: float) -> None:
         self.state, self.state_since = state, since
+
+    def end(self, state: str, *, since: float) -> None:
+        """It is not there any more."""
+        self.alive, self.leases = False, None
+        self.enter(state, since=since)
 
     @property
     def tokens_per_s(self) -> float:
@@ -89,7 +103,7 @@ class Members:
         if member is None or member.pid == 0:
             member = Member(hello.member, hello.role, hello.host, hello.pid, now, state_since=now)
             self.by_name[hello.member] = member
-        self._by_peer[peer] = member
+        self._connect(peer, member)
         self._seen(member, now)
         return member
 
@@ -98,7 +112,8 @@ class Members:
         self.by_name.setdefault(name, Member(name, "generator", "", 0, now, state_since=now))
 
     def of(self, peer: bytes, *, now: float) -> Member | None:
-        """Whose connection it is; None before hello. Anything it sends is a sign of life."""
+        """Whose connection it is; None before hello, which is asked for again from those that were
+        forgotten. Anything it sends is a sign of life."""
         member = self._by_peer.get(peer)
         if member is not None:
             self._seen(member, now)
@@ -116,14 +131,14 @@ class Members:
 
     def leave(self, member: Member, *, now: float) -> None:
         """It said that it ends: it is not waited for, and not missed."""
-        member.alive, member.is_gone, member.heard_end = False, True, True
-        member.enter("left", since=now)
+        member.is_gone = member.heard_end = True
+        member.end("left", since=now)
 
     def replace(self, name: str, successor: Member, *, now: float) -> None:
         """`successor` has taken over from the learner of this name, which may be itself."""
         for member in self.named(name):
-            member.alive, member.is_gone = False, True
-            member.enter("replaced", since=now)
+            member.is_gone = True
+            member.end("replaced", since=now)
         successor.alive, successor.is_gone = True, False
         if successor.state == "replaced":
             successor.enter("back", since=now)
@@ -136,9 +151,8 @@ class Members:
             if member.alive and member.role != "monitor" and now - member.last_seen > self.silence_s
         ]
         for member in dead:
-            member.alive = False
-            member.enter("dead", since=member.last_seen)
-        self._forget_monitors(now)
+            member.end("dead", since=member.last_seen)
+        self._forget(now)
         return dead
 
     def newly_back(self) -> list[Member]:
@@ -172,12 +186,25 @@ class Members:
         """Speed of all generators together."""
         return sum(member.tokens_per_s for member in self.generators())
 
-    def _forget_monitors(self, now: float) -> None:
-        """Whoever looks at a run comes and goes; one that speaks again says hello again."""
-        for peer, member in list(self._by_peer.items()):
-            if member.role == "monitor" and now - member.last_seen > self.silence_s:
+    def _forget(self, now: float) -> None:
+        """Whoever only looked, and those that went long ago."""
+        everybody = list(self.by_name.values())
+        gone = sorted((m for m in everybody if not m.alive), key=lambda member: member.last_seen)
+        monitors = [m for m in everybody if m.role == "monitor"]
+        silent = [m for m in monitors if now - m.last_seen > self.silence_s]
+        for member in [*gone[:-MAX_GONE], *silent]:
+            del self.by_name[member.name]
+            for peer in self._peers(member):
                 del self._by_peer[peer]
-                self.by_name.pop(member.name, None)
+
+    def _connect(self, peer: bytes, member: Member) -> None:
+        self._by_peer.pop(peer, None)
+        self._by_peer[peer] = member
+        for old in self._peers(member)[:-MAX_CONNECTIONS]:
+            del self._by_peer[old]
+
+    def _peers(self, member: Member) -> list[bytes]:
+        return [peer for peer, whose in self._by_peer.items() if whose is member]
 
     def _seen(self, member: Member, now: float) -> None:
         member.last_seen = now

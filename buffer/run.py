@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -84,7 +85,9 @@ class Run:
         self._set_up_books(stored, val, now)
         self._set_up_watch(now)
         self._set_up_ending(now)
-        self._begin_evaluation(now)
+        first = [0] if config.eval.before_training else []
+        for version in json.loads(stored.meta.get("evaluating", str(first))):
+            self.evaluations.due(version, now=now)
 
     @property
     def end(self) -> End | None:
@@ -105,12 +108,13 @@ class Run:
 
     def register(self, message: Register, member: Member, *, now: float) -> Refused | None:
         """A learner takes over. One that has to catch up after the end is waited for again."""
-        before = self.training.owner
+        before, committed = self.training.owner, self.training.committed
         refused = self.training.register(message, member=member.name)
         if refused is None:
             self.members.replace(before, member, now=now)
             self.watch.watchdog.got_on(now=now)
             self.watch.waiting.moved(now=now)
+            self._note_trained(committed, now=now)
             self.ending.reopen()
         return refused
 
@@ -120,11 +124,7 @@ class Run:
         if self.training.position != position:
             self.watch.watchdog.got_on(now=now)
             self.watch.waiting.moved(now=now)
-        version = self.training.committed
-        if refused is None and version > before:
-            self.tally.trained(version - 1, self.ledger.batch(version - 1))
-            if self.config.eval.every and version % self.config.eval.every == 0:
-                self.evaluations.due(version, now=now)
+        self._note_trained(before, now=now)
         return refused
 
     def why_not(self, step: int) -> Refused | None:
@@ -192,6 +192,7 @@ class Run:
             val, temperature=config.eval.temperature, timeout_s=config.eval.timeout_s
         )
         self.evaluations.results += [Record.model_validate_json(e.record) for e in stored.evals]
+        self.evaluations.num_told = int(meta.get("records_told", 0))
         self.tally = Tally()
         self.tally.restore(meta.get("staleness", "{}"))
 
@@ -236,13 +237,13 @@ class Run:
             wall_offset=self._wall_offset,
         )
 
-    def _begin_evaluation(self, now: float) -> None:
-        """The first one, or the one that was running when the buffer ended."""
-        version, options = self.training.committed, self.config.eval
-        if (version == 0 and options.before_training) or (
-            version > 0 and options.every and version % options.every == 0
-        ):
-            self.evaluations.due(version, now=now)
+    def _note_trained(self, before: int, *, now: float) -> None:
+        """Versions after `before` are committed: one by a commit, or those whose commits never
+        arrived by a registration."""
+        for version in range(before + 1, self.training.committed + 1):
+            self.tally.trained(version - 1, self.ledger.batch(version - 1))
+            if self.config.eval.every and version % self.config.eval.every == 0:
+                self.evaluations.due(version, now=now)
 
     def _newest(self) -> WeightId:
         """The current life of the learner, and the highest version ever published."""
@@ -256,6 +257,8 @@ class Run:
             "staleness": self.tally.staleness_json(),
             "not_issued": str(not_issued),
             "engine": self.engine,
+            "evaluating": json.dumps(self.evaluations.versions_due),
+            "records_told": str(self.evaluations.num_told),
             "end": self.end.model_dump_json() if self.end else "",
         }
 

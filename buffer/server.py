@@ -77,7 +77,7 @@ class BufferServer:
         reader = asyncio.create_task(self._transport.serve())
         try:
             await self._changes.save()
-            await self._watch_the_clock()
+            await self._watch_the_clock(reader)
             if self._fatal is not None or not self._stopped.is_set():
                 await asyncio.sleep(FLUSH_S)
         finally:
@@ -100,25 +100,36 @@ class BufferServer:
         """`serve` returns at once."""
         self._stopped.set()
 
-    async def _watch_the_clock(self) -> None:
-        run, heartbeat_s = self._run, self._run.members.heartbeat_s
-        tick_s = min(TICK_S, heartbeat_s / 2)
+    async def _watch_the_clock(self, reader: asyncio.Task[None]) -> None:
+        """Until the buffer may leave. `reader` ends only by what broke it."""
+        run, tick_s = self._run, min(TICK_S, self._run.members.heartbeat_s / 2)
         last = time.monotonic()
-        while not self._stopped.is_set() and not self._farewell.may_leave(now=time.monotonic()):
+        while not self._stopped.is_set() and not reader.done():
             now = time.monotonic()
-            if now - last > tick_s + heartbeat_s:
-                run.watch.excuse(now - last - tick_s, now=now)
+            self._excuse(now - last - tick_s, now)
             last = now
+            if self._farewell.may_leave(now=now):
+                return
             run.tick(now=now)
             run.advance(now=now)
             if run.is_due(now=now) or run.end != self._saved_end:
                 self._saved_end = run.end
                 await self._changes.save()
             await wait_for(self._stopped, tick_s)
+        if reader.done():
+            reader.result()
+
+    def _excuse(self, late_s: float, now: float) -> None:
+        """A look at the clock that comes much too late says that this process stood still."""
+        if late_s > self._run.members.heartbeat_s:
+            self._run.watch.excuse(late_s, now=now)
+            self._farewell.excuse(late_s)
 
     async def _handle(self, peer: bytes, packet: Packet) -> transport.Reply:
         try:
-            return await self._answer(peer, packet, now=time.monotonic())
+            reply = await self._answer(peer, packet, now=time.monotonic())
+            await self._changes.saved()
+            return reply
         except Exception as error:  # a broken invariant or journal ends the buffer, not one request
             self._fatal = self._fatal or error
             self.stop()

@@ -13,6 +13,7 @@ from serving_buffer import play, run_to_end, serving
 from asyncrl.journal import fates
 from asyncrl.messages import Batch, End
 from asyncrl.types import GroupId
+from buffer.farewell import LEAVE_S, Farewell
 from buffer.reports import status_values
 from buffer.server import STOPPED
 
@@ -183,5 +184,21 @@ def test_a_generator_that_is_still_starting_hears_of_the_end_with_its_first_hear
             assert not here.task.done()
             assert (await late.beat("loading the model")).done
             assert await here.task == 0
+
+    play(scenario())
+
+
+def test_a_buffer_that_stood_still_gives_others_the_time_to_hear_of_the_end(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            await here.generator().beat()
+            farewell = Farewell(here.run)
+            here.run.ending.stop("the test")
+            assert not farewell.may_leave(now=0.0)
+            farewell.excuse(3600.0)
+            assert not farewell.may_leave(now=3600.0 + LEAVE_S)
+            assert farewell.may_leave(now=3601.0 + LEAVE_S)
 
     play(scenario())

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.journal import Journal, fates, open_read_only
-from asyncrl.journal_tables import Change, GroupRow, PayloadRef
+from asyncrl.journal_tables import BeatRow, Change, GroupRow, PayloadRef
 
 WRITER = """
 import os, sys
@@ -223,4 +223,37 @@ def test_anybody_reads_beside_the_writer_whatever_the_directory_is_called(tmp_pa
             reader.execute("DELETE FROM groups")
         journal.write(Change(groups=(row(1),))).result(timeout=5)
         assert len(reader.execute("SELECT * FROM groups").fetchall()) == 2
+    journal.close()
+
+
+def beat(number: int, member: str, state: str = "generating") -> BeatRow:
+    return BeatRow(float(number), member, "generator", state, "{}", number, 0)
+
+
+def test_many_heartbeats_are_thinned_out_the_newest_and_the_ends_stay(tmp_path: Path) -> None:
+    beats = [beat(n, f"generator-{n % 2}") for n in range(1000)]
+    beats[100] = beat(100, "generator-0", "left")
+    for part in (beats[:500], beats[500:]):
+        journal = Journal(tmp_path, max_beats=100)
+        for row in part:
+            journal.write(Change(beats=(row,)))
+        journal.write(Change()).result(timeout=5)
+        journal.close()
+    with closing(open_read_only(tmp_path)) as database:
+        left = [BeatRow._make(found) for found in database.execute("SELECT * FROM beats")]
+    assert 25 <= len(left) <= 100
+    assert {beats[100], beats[998], beats[999]} <= set(left)
+    for member in ("generator-0", "generator-1"):
+        ages = [row.at for row in left if row.member == member]
+        assert ages == sorted(ages)
+        assert min(ages) < 300 and ages[-2] > 900
+
+
+def test_rows_that_sqlite_cannot_hold_fail_their_future_and_do_not_hang_the_writer(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(tmp_path)
+    broken = journal.write(Change(groups=(row(0)._replace(position=1 << 70),)))
+    with pytest.raises(OverflowError):
+        broken.result(timeout=5)
     journal.close()

@@ -17,10 +17,10 @@ from scripted_peers import Generator, make_config
 from serving_buffer import Serving, play, serving
 
 from asyncrl.journal import fates
-from asyncrl.messages import Failed, Lease
+from asyncrl.messages import Failed, Hello, Lease
 from asyncrl.types import GroupId
 from buffer.deadlines import Late
-from buffer.members import Members
+from buffer.members import MAX_CONNECTIONS, MAX_GONE, Members
 from buffer.suspension import LATE_IN_A_ROW, Suspension
 
 NOW = 100.0
@@ -360,3 +360,27 @@ def test_a_buffer_that_stood_still_blames_nobody(tmp_path: Path) -> None:
             assert len(here.run.ledger.leased()) == 4
 
     play(scenario())
+
+
+def hello(name: str) -> Hello:
+    return Hello(role="generator", member=name, run_id=None, host="test", pid=1)
+
+
+def test_members_that_went_long_ago_are_forgotten_and_say_hello_again() -> None:
+    members = Members(heartbeat_s=1.0)
+    for number in range(3 * MAX_GONE):
+        members.hello(b"%d" % number, hello(f"generator-{number}"), now=NOW + number)
+        members.newly_dead(now=NOW + number)
+    members.newly_dead(now=NOW + 1000)
+    assert [*members.by_name] == [f"generator-{n}" for n in range(2 * MAX_GONE, 3 * MAX_GONE)]
+    assert members.of(b"0", now=NOW + 1001) is None
+    assert members.hello(b"0", hello("generator-0"), now=NOW + 1001).alive
+    assert len(members.generators()) == MAX_GONE + 1
+
+
+def test_a_member_that_connects_again_and_again_leaves_only_its_last_connections() -> None:
+    members = Members(heartbeat_s=1.0)
+    for number in range(100):
+        members.hello(b"%d" % number, hello("generator-0"), now=NOW)
+    known = [n for n in range(100) if members.of(b"%d" % n, now=NOW) is not None]
+    assert known == list(range(100 - MAX_CONNECTIONS, 100))
