@@ -49,13 +49,16 @@ log = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
 """A segment is closed when it would grow over this."""
 MAX_BEATS = 100_000
-"""When there are more heartbeats than this, every other one of each process goes, never its newest:
-what is left is coarser the older it is, and its sums are still right. About 30 MB."""
+"""Heartbeats that are kept, about 30 MB. Above it a quarter of them goes, where they lie closest.
+The first and the last of a process stay, and the sums in all count from its start as before."""
 _THIN_OUT = """
-DELETE FROM beats WHERE state NOT IN ('left', 'dead') AND rowid IN (
-  SELECT rowid FROM (
-    SELECT rowid, row_number() OVER (PARTITION BY member ORDER BY rowid DESC) AS place FROM beats)
-  WHERE place % 2 = 0)"""
+DELETE FROM beats WHERE rowid IN (
+  SELECT id FROM (
+    SELECT rowid AS id, state, row_number() OVER one AS place,
+           lead(at) OVER one - lag(at) OVER one AS gap
+    FROM beats WINDOW one AS (PARTITION BY member ORDER BY rowid))
+  WHERE place % 2 = 0 AND gap IS NOT NULL AND state NOT IN ('left', 'dead')
+  ORDER BY gap LIMIT ?)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +238,10 @@ class Journal:
                 self._database.executemany(f"INSERT OR REPLACE INTO {table} VALUES({marks})", rows)
         self._num_beats += len(change.beats)
         if self._num_beats > self._max_beats:
-            self._num_beats -= self._database.execute(_THIN_OUT).rowcount
-            self._max_beats = max(self._max_beats, 3 * self._num_beats // 2)  # many processes
+            thinned = self._database.execute(_THIN_OUT, (self._num_beats // 4,))
+            self._num_beats -= thinned.rowcount
+            # More where many processes have few each: not every heartbeat is to look for some.
+            self._max_beats = max(self._max_beats, self._num_beats * 9 // 8)
 
     def _delete_segments(self, retain: _Retain) -> None:
         marks = ", ".join("?" * len(retain.settled))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -230,23 +231,32 @@ def beat(number: int, member: str, state: str = "generating") -> BeatRow:
     return BeatRow(float(number), member, "generator", state, "{}", number, 0)
 
 
-def test_many_heartbeats_are_thinned_out_the_newest_and_the_ends_stay(tmp_path: Path) -> None:
-    beats = [beat(n, f"generator-{n % 2}") for n in range(1000)]
-    beats[100] = beat(100, "generator-0", "left")
-    for part in (beats[:500], beats[500:]):
+def test_many_heartbeats_are_thinned_out_evenly_and_ends_stay(tmp_path: Path) -> None:
+    beats = [beat(n, f"generator-{n % 2}") for n in range(2000)]
+    beats[700] = beat(700, "generator-0", "dead")
+    for part in (beats[:900], beats[900:]):
         journal = Journal(tmp_path, max_beats=100)
         for row in part:
-            journal.write(Change(beats=(row,)))
-        journal.write(Change()).result(timeout=5)
+            journal.write(Change(beats=(row,))).result(timeout=5)
         journal.close()
     with closing(open_read_only(tmp_path)) as database:
         left = [BeatRow._make(found) for found in database.execute("SELECT * FROM beats")]
-    assert 25 <= len(left) <= 100
-    assert {beats[100], beats[998], beats[999]} <= set(left)
+    assert 50 <= len(left) <= 100
+    assert {beats[0], beats[1], beats[700], beats[1998], beats[1999]} <= set(left)
     for member in ("generator-0", "generator-1"):
-        ages = [row.at for row in left if row.member == member]
-        assert ages == sorted(ages)
-        assert min(ages) < 300 and ages[-2] > 900
+        times = sorted(row.at for row in left if row.member == member)
+        gaps = [after - before for before, after in pairwise(times)]
+        assert max(gaps) <= 8 * 2000 / len(left)
+
+
+def test_a_process_of_few_heartbeats_keeps_them_however_many_there_are(tmp_path: Path) -> None:
+    beats = [beat(n, f"generator-{n // 2}") for n in range(300)]
+    journal = Journal(tmp_path, max_beats=100)
+    for row in beats:
+        journal.write(Change(beats=(row,))).result(timeout=5)
+    journal.close()
+    with closing(open_read_only(tmp_path)) as database:
+        assert database.execute("SELECT COUNT(*) FROM beats").fetchone() == (300,)
 
 
 def test_rows_that_sqlite_cannot_hold_fail_their_future_and_do_not_hang_the_writer(
