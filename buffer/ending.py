@@ -1,4 +1,7 @@
-"""When the run is over, and why: decided here and nowhere else. Time is passed in, in seconds."""
+"""When the run is over, and why; and when the buffer may leave. Decided here and nowhere else.
+
+Time is passed in, in seconds of a monotonic clock.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,31 @@ import logging
 
 from asyncrl.config import Config
 from asyncrl.messages import End
-from buffer.evaluation import Evaluations
-from buffer.ledger import Ledger
-from buffer.tally import Tally
-from buffer.training import Training
+from buffer.books import Books
+from buffer.members import Member
+from buffer.watch import Watch
 
 log = logging.getLogger(__name__)
 
 RETURN_S = 120.0
 """How long a restarted buffer whose steps are all trained waits for the learner to come back."""
+LEAVE_S = 10.0
+"""How long the buffer stays after the end of the run for members that have not heard of it."""
+TRAINING_LEAVE_S = 60.0
+"""The same for a learner that is in the middle of a step."""
 
 
 class Ending:
     """The end of one run: well, failed, or stopped (then it can go on)."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        ledger: Ledger,
-        training: Training,
-        evaluations: Evaluations,
-        tally: Tally,
-        num_groups: int,
-        now: float,
-    ) -> None:
-        """`num_groups` is what the data holds; `now` is when this buffer began."""
+    def __init__(self, config: Config, books: Books, *, now: float) -> None:
+        """`now` is when this buffer began."""
         self._config = config
-        self._ledger = ledger
-        self._training = training
-        self._evaluations = evaluations
-        self._tally = tally
-        self._num_groups = num_groups
+        self._ledger = books.ledger
+        self._training = books.training
+        self._evaluations = books.evaluations
+        self._tally = books.tally
+        self._num_groups = books.prompts.num_groups
         self._began_at = now
         self._end: End | None = None
         self._stopped_by = ""
@@ -105,3 +101,60 @@ class Ending:
     def _declare(self, reason: str, *, failed: bool) -> None:
         self._end = End(reason=reason, failed=failed, records=[])
         log.log(logging.ERROR if failed else logging.INFO, "the run has ended: %s", reason)
+
+
+class Farewell:
+    """After the end: who has yet to hear of it, and how long the buffer stays for them."""
+
+    def __init__(self, books: Books, ending: Ending, watch: Watch, *, now: float) -> None:
+        """`now` is when this buffer began."""
+        self._books = books
+        self._ending = ending
+        self._watch = watch
+        self._began_at = now
+        self._ended_at: float | None = None
+
+    def may_leave(self, *, now: float) -> bool:
+        """The run has ended, and every member that is there was told or had the time to ask."""
+        if self._ending.end is None:
+            self._ended_at = None
+            return False
+        if self._ended_at is None:
+            self._ended_at = now
+        return self._all_told(now) or now - self._ended_at > self._patience_s()
+
+    def excuse(self, seconds: float) -> None:
+        """The buffer itself stood still for so long: nobody could ask."""
+        if self._ended_at is not None:
+            self._ended_at += seconds
+
+    def _all_told(self, now: float) -> bool:
+        members = self._watch.members
+        told = all(member.heard_end for member in [*members.alive(), *members.learners()])
+        just_resumed = self._books.is_resumed and now - self._began_at < members.silence_s
+        is_away = bool(self._books.training.owner) and self._learner() is None
+        return told and not self._is_training() and not just_resumed and not is_away
+
+    def _patience_s(self) -> float:
+        """A stopped run waits for a step as long as its learner gives signs of life: a second
+        signal ends the wait."""
+        learner = self._learner()
+        if learner is None or not self._is_training():
+            return LEAVE_S
+        if self._ending.end is not None and self._ending.end.stopped and learner.alive:
+            return max(TRAINING_LEAVE_S, self._watch.watchdog.timeout_s)
+        return TRAINING_LEAVE_S
+
+    def _is_training(self) -> bool:
+        """The learner has a batch of which it has not said that it is trained. One that was told
+        of the stop trains at most up to the step for which it was told."""
+        learner, training = self._learner(), self._books.training
+        if learner is None or learner.is_gone:
+            return False
+        last, end = self._books.ledger.policy.next_step, self._ending.end
+        if end is not None and end.stopped and training.end_step is not None:
+            last = min(last, training.end_step)
+        return training.position < last
+
+    def _learner(self) -> Member | None:
+        return next(iter(self._watch.members.named(self._books.training.owner)), None)

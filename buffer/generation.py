@@ -6,18 +6,16 @@ import logging
 from collections.abc import Sequence
 
 from asyncrl.config import Config
-from asyncrl.journal import Journal
 from asyncrl.messages import Failed, Lease, LeaseRequest, Started, Submit, Verdict
 from asyncrl.types import GroupId, RolloutGroup, WeightId
 from asyncrl.wire import WireError, decode_group
 from buffer.arrivals import Arrival, fault, summarize
-from buffer.deadlines import Deadlines, Late
-from buffer.evaluation import Evaluations
-from buffer.ledger import Judgement, Ledger
+from buffer.books import Books
+from buffer.leases import Late
+from buffer.ledger import Judgement
 from buffer.members import Member
-from buffer.prompts import Prompts, pack_row
-from buffer.suspension import Suspension
-from buffer.tally import Tally
+from buffer.prompts import pack_row
+from buffer.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -33,26 +31,15 @@ class Generation:
     generator sends can be newer.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        ledger: Ledger,
-        deadlines: Deadlines,
-        suspension: Suspension,
-        evaluations: Evaluations,
-        prompts: Prompts,
-        tally: Tally,
-        journal: Journal,
-    ) -> None:
+    def __init__(self, config: Config, books: Books, watch: Watch) -> None:
         self._config = config
-        self._ledger = ledger
-        self._deadlines = deadlines
-        self._suspension = suspension
-        self._evaluations = evaluations
-        self._prompts = prompts
-        self._tally = tally
-        self._journal = journal
+        self._ledger = books.ledger
+        self._evaluations = books.evaluations
+        self._prompts = books.prompts
+        self._tally = books.tally
+        self._journal = books.journal
+        self._leases = watch.leases
+        self._suspension = watch.suspension
 
     def lease(self, member: Member, request: LeaseRequest, *, now: float) -> list[Lease]:
         """Up to request.slots leases for a generator: evaluations first, then training.
@@ -105,7 +92,7 @@ class Generation:
 
     def expire(self, *, now: float) -> None:
         """Passes on the leases that ran past their time, and ends a late evaluation."""
-        late = self._deadlines.expire(now=now)
+        late = self._leases.expire(now=now)
         self._suspension.ran_out(late)
         for each in late:
             self._tally.failed(f"group {each.group}: {each.member} ran past its time")
@@ -230,7 +217,7 @@ class Generation:
             self._ledger.drop(group, reason)
             self._tally.dropped(f"group {id}: {reason}")
             return "accepted"
-        is_late = self._deadlines.is_late(group, now=now)
+        is_late = self._leases.is_late(group, now=now)
         if is_late:
             self._suspension.ran_out([Late(member.name, id, message.attempt)])
         self._ledger.fail(group, content=content, late=is_late, reason=reason)

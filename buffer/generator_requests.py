@@ -79,11 +79,11 @@ class GeneratorRequests:
 
     async def _watch_weights(self, member: Member, packet: Packet, watch: WatchWeights) -> Message:
         def look(now: float) -> Weights | None:
-            newest = self._run.training.newest
+            newest = self._run.books.training.newest
             if WeightId(newest.inc, newest.version) <= WeightId(*watch.have):
                 return None
             return Weights(inc=newest.inc, version=newest.version, location=newest.location)
 
         found = await self._changes.until(look)
-        newest = self._run.training.newest
+        newest = self._run.books.training.newest
         return found or Weights(inc=newest.inc, version=newest.version, location=newest.location)

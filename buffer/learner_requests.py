@@ -26,8 +26,8 @@ from asyncrl.messages import (
 )
 from asyncrl.wire import Packet
 from buffer.changes import Changes, Handler
+from buffer.evaluation import Evaluations
 from buffer.members import Member
-from buffer.records import RecordMail
 from buffer.run import AssignedBatch, Run
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class LearnerRequests:
     def __init__(self, run: Run, changes: Changes) -> None:
         self._run = run
         self._changes = changes
-        self._mail = RecordMail(run.evaluations)
+        self._mail = RecordMail(run.books.evaluations)
         self._said_waiting = 0.0
         self.handlers: Mapping[type[Message], Handler] = {
             Register: self._register,
@@ -53,7 +53,7 @@ class LearnerRequests:
         }
 
     async def _register(self, member: Member, packet: Packet, message: Register) -> Message:
-        training = self._run.training
+        training = self._run.books.training
         refused = self._run.register(message, member, now=time.monotonic())
         if refused is not None:
             return refused
@@ -71,7 +71,7 @@ class LearnerRequests:
         self._mail.asked(packet.id)
 
         def look(now: float) -> AssignedBatch | Refused | End | None:
-            refused = self._run.training.fenced(fetch.inc) or self._run.why_not(fetch.step)
+            refused = self._run.books.training.fenced(fetch.inc) or self._run.why_not(fetch.step)
             if refused is not None:
                 return refused
             found = self._run.batch(fetch.step, now=now)
@@ -87,14 +87,14 @@ class LearnerRequests:
         if isinstance(found, AssignedBatch):
             return await self._batch(found)
         if isinstance(found, End):
-            member.heard_end, self._run.training.end_step = True, fetch.step
+            member.heard_end, self._run.books.training.end_step = True, fetch.step
             return found.model_copy(update={"records": self._mail.take()})
         reason = self._note_waiting(fetch.step)
         return Waiting(step=fetch.step, reason=reason, records=self._mail.take())
 
     async def _batch(self, batch: AssignedBatch) -> transport.Reply:
         refs = [group.payload for group in batch.groups if group.payload is not None]
-        frames = await asyncio.to_thread(lambda: tuple(map(self._run.journal.read, refs)))
+        frames = await asyncio.to_thread(lambda: tuple(map(self._run.books.journal.read, refs)))
         record = Record.model_validate_json(batch.step.record)
         message = Batch(
             step=batch.step.step,
@@ -120,12 +120,41 @@ class LearnerRequests:
         return refused or Committed(stop=end is not None and end.stopped)
 
     async def _published(self, member: Member, packet: Packet, message: Published) -> Message:
-        refused = self._run.training.published(message)
+        refused = self._run.books.training.published(message)
         await self._changes.save()
         return refused or Ok()
 
     async def _checkpointed(self, member: Member, packet: Packet, message: Checkpointed) -> Message:
-        refused = self._run.training.checkpointed(message)
+        refused = self._run.books.training.checkpointed(message)
         await self._changes.save()
-        self._run.retain()
+        self._run.books.retain()
         return refused or Ok()
+
+
+class RecordMail:
+    """Takes evaluation records to the learner, which writes them down: each one once, those of
+    steps that are trained again once more; with every reply until the next request shows that a
+    reply has arrived."""
+
+    def __init__(self, evaluations: Evaluations) -> None:
+        self._evaluations = evaluations
+        self._next = self._sent = evaluations.num_told
+        self._request = -1
+
+    def new_reader(self, *, since_step: int) -> None:
+        """A learner has registered at version `since_step`."""
+        known = self._evaluations.results[: self._evaluations.num_told]
+        self._next = self._sent = sum(record.step < since_step for record in known)
+        self._request = -1
+
+    def asked(self, request: int) -> None:
+        """A request has come; if it is a new one, the reply to the one before has arrived."""
+        if request != self._request:
+            self._request, self._next = request, self._sent
+            self._evaluations.num_told = max(self._evaluations.num_told, self._sent)
+
+    def take(self) -> list[Record]:
+        """What rides on the next reply."""
+        results = self._evaluations.results
+        self._sent = len(results)
+        return results[self._next :]

@@ -1,15 +1,113 @@
-"""What generators and learners ask alike: signs of life, and farewells."""
+"""What all members ask alike: to join, signs of life, and farewells."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
+from typing import Any
 
-from asyncrl.messages import Beat, Heartbeat, Leave, Message, Ok
+from asyncrl.handshake import mismatches, refusal
+from asyncrl.messages import (
+    PROTOCOL,
+    Beat,
+    Heartbeat,
+    Hello,
+    Leave,
+    Message,
+    Ok,
+    Refused,
+    Settings,
+    Welcome,
+)
 from asyncrl.wire import Packet
 from buffer.changes import Changes, Handler
 from buffer.members import Member
 from buffer.run import Run
+
+log = logging.getLogger(__name__)
+
+MAX_SHOWN = 20
+"""Refused members that status shows, the last ones."""
+
+
+class Joining:
+    """Who may join: the same run, the same protocol, the same settings; and one engine for all."""
+
+    def __init__(
+        self, run: Run, changes: Changes, *, run_id: str, run_name: str, settings: Settings
+    ) -> None:
+        """`settings` are what members must agree with (asyncrl.handshake.buffer_settings)."""
+        self._run = run
+        self._changes = changes
+        self._run_id = run_id
+        self._run_name = run_name
+        self._settings = settings
+        self._refused: dict[str, Refused] = {}
+        self.num_refused = 0
+        """Members that were refused, each counted once."""
+
+    @property
+    def settings(self) -> Settings:
+        """With the engine, once the first generator has said which."""
+        engine = self._run.books.engine
+        return self._settings | ({"engine": engine} if engine else {})
+
+    async def hello(self, peer: bytes, hello: Hello, *, now: float) -> Message:
+        refused = self._why_not(hello)
+        if refused is not None:
+            self._note_refused(hello, refused)
+            return refused
+        members = self._run.members
+        if hello.member not in members.by_name and hello.role != "monitor":
+            log.info("%s (pid %d on %s) has joined", hello.member, hello.pid, hello.host)
+        members.hello(peer, hello, now=now)
+        engine = hello.settings.get("engine", "")
+        if engine and not self._run.books.engine:
+            self._run.books.engine = engine
+            log.info("the engine of this run is %s, from %s", engine, hello.member)
+            await self._changes.save()
+        return Welcome(
+            run_id=self._run_id,
+            run_name=self._run_name,
+            heartbeat_s=members.heartbeat_s,
+            settings=self.settings,
+        )
+
+    def refused_values(self) -> list[dict[str, Any]]:
+        """The last refused members, for status."""
+        return [
+            {"name": name, "code": refused.code, "reason": refused.reason}
+            for name, refused in self._refused.items()
+        ]
+
+    def _why_not(self, hello: Hello) -> Refused | None:
+        if hello.protocol != PROTOCOL:
+            reason = f"{hello.member} speaks protocol {hello.protocol}, the buffer {PROTOCOL}"
+            return Refused(code="protocol", reason=f"{reason}: use the same version of asyncrl")
+        if hello.run_id not in (None, self._run_id):
+            reason = f"{hello.member} is of run {hello.run_id}, this buffer serves {self._run_id}"
+            return Refused(code="wrong_run", reason=f"{reason}: is network.buffer right?")
+        if lines := mismatches(hello.settings, self.settings):
+            return Refused(code="mismatch", reason=refusal(hello.member, lines))
+        known = self._run.members.by_name.get(hello.member)
+        if known is not None and known.role != hello.role:
+            reason = f"{hello.member} is a {known.role} of this run, not a {hello.role}"
+            return Refused(code="invalid", reason=reason)
+        return None
+
+    def _note_refused(self, hello: Hello, refused: Refused) -> None:
+        """It may try again and again: it is counted and told once."""
+        if hello.member not in self._refused:
+            self.num_refused += 1
+            log.warning(
+                "%s %s (pid %d on %s) is refused: %s",
+                *(hello.role, hello.member, hello.pid, hello.host, refused.reason),
+            )
+        self._refused.pop(hello.member, None)
+        self._refused[hello.member] = refused
+        while len(self._refused) > MAX_SHOWN:
+            del self._refused[next(iter(self._refused))]
 
 
 class MemberRequests:
@@ -32,7 +130,7 @@ class MemberRequests:
         done = self._run.end is not None
         if member.role == "generator":
             member.heard_end = member.heard_end or done
-        newest = self._run.training.newest
+        newest = self._run.books.training.newest
         return Beat(inc=newest.inc, version=newest.version, done=done)
 
     async def _leave(self, member: Member, packet: Packet, leave: Leave) -> Message:

@@ -15,13 +15,12 @@ from asyncrl import transport
 from asyncrl.messages import End, Hello, Message, Refused, Settings, Status, StatusRequest
 from asyncrl.wire import Packet
 from buffer.changes import Changes, Handler, wait_for
-from buffer.farewell import Farewell
+from buffer.ending import Farewell
 from buffer.generator_requests import GeneratorRequests
-from buffer.joining import Joining
 from buffer.learner_requests import LearnerRequests
-from buffer.member_requests import MemberRequests
-from buffer.reports import status_values
+from buffer.member_requests import Joining, MemberRequests
 from buffer.run import Run
+from buffer.status import status_values
 
 FLUSH_S = 0.3
 """How long the buffer stays when everybody has been told: replies are on their way."""
@@ -53,7 +52,7 @@ class BufferServer:
         self._joining = Joining(
             run, self._changes, run_id=run_id, run_name=run_name, settings=settings
         )
-        self._farewell = Farewell(run)
+        self._farewell = Farewell(run.books, run.ending, run.watch, now=run.began_at)
         self._stopped = asyncio.Event()
         self._fatal: Exception | None = None
         self._saved_end: End | None = None

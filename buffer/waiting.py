@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from asyncrl.types import WeightId
-from buffer.deadlines import Deadlines
-from buffer.evaluation import Evaluations
+from buffer.books import Books
 from buffer.groups import Group
-from buffer.ledger import Ledger
+from buffer.leases import LeaseClocks
 from buffer.members import Member, Members
-from buffer.training import Training
 
 
 class Waits:
     """Looks at a run and says what its next batch, or its end, waits for."""
 
-    def __init__(
-        self,
-        *,
-        ledger: Ledger,
-        deadlines: Deadlines,
-        training: Training,
-        evaluations: Evaluations,
-        members: Members,
-        now: float,
-    ) -> None:
-        self._ledger = ledger
-        self._deadlines = deadlines
-        self._training = training
-        self._evaluations = evaluations
+    def __init__(self, books: Books, leases: LeaseClocks, members: Members, *, now: float) -> None:
+        self._ledger = books.ledger
+        self._training = books.training
+        self._evaluations = books.evaluations
+        self._leases = leases
         self._members = members
         self._asked_at: dict[int, float] = {}
         self._position_since = now
@@ -118,7 +107,7 @@ class Waits:
         started = [group for group in flying if group.started_at is not None]
         age = "none started"
         if started:
-            age = f"oldest {max(self._deadlines.age_s(g, now=now) for g in started):.0f} s"
+            age = f"oldest {max(self._leases.age_s(g, now=now) for g in started):.0f} s"
         first = flying[0]
         text = f", {age}; first is group {first.id} at {first.member}"
         for member in self._members.named(first.member):

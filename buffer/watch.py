@@ -8,53 +8,38 @@ from __future__ import annotations
 import faulthandler
 import logging
 import sys
+from typing import Literal
 
 from asyncrl.config import Config
 from asyncrl.messages import Heartbeat
 from asyncrl.types import GroupId
-from buffer.deadlines import Deadlines
-from buffer.evaluation import Evaluations
+from buffer.books import Books
 from buffer.history import History
-from buffer.ledger import Ledger
+from buffer.leases import LeaseClocks, Suspension
 from buffer.members import Member, Members
-from buffer.suspension import Suspension
-from buffer.training import Training
 from buffer.waiting import Waits, stall_reason
-from buffer.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
+
+WARN_SHARE = 0.1
+"""A stall is told in the log after this share of the time that ends the run..."""
+MIN_WARN_S = 30.0
+"""...but not sooner than this."""
 
 
 class Watch:
     """Everything about a run that the clock or a member's silence can change."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        ledger: Ledger,
-        training: Training,
-        evaluations: Evaluations,
-        now: float,
-        wall_offset: float,
-    ) -> None:
-        """`wall_offset` + a monotonic time is the wall-clock time."""
+    def __init__(self, config: Config, books: Books, *, now: float) -> None:
         lease_timeout_s, heartbeat_s = config.buffer.lease_timeout_s, config.network.heartbeat_s
-        self._evaluations = evaluations
+        self._evaluations = books.evaluations
         self.members = Members(heartbeat_s=heartbeat_s)
-        self.deadlines = Deadlines(ledger, lease_timeout_s=lease_timeout_s)
+        self.leases = LeaseClocks(books.ledger, lease_timeout_s=lease_timeout_s)
         self.suspension = Suspension(self.members, lease_timeout_s=lease_timeout_s)
         self.watchdog = Watchdog(config.network.stall_timeout_s, now=now)
-        self.history = History(interval_s=heartbeat_s, wall_offset=wall_offset)
-        self.waiting = Waits(
-            ledger=ledger,
-            deadlines=self.deadlines,
-            training=training,
-            evaluations=evaluations,
-            members=self.members,
-            now=now,
-        )
-        for group in ledger.leased():
+        self.history = History(interval_s=heartbeat_s, wall_offset=books.wall_offset)
+        self.waiting = Waits(books, self.leases, self.members, now=now)
+        for group in books.ledger.leased():
             self.members.expect(group.member, now=now)
 
     def heartbeat(self, member: Member, beat: Heartbeat, *, now: float) -> None:
@@ -62,7 +47,7 @@ class Watch:
         if not member.is_gone:
             self.history.heard(member, now=now)
         held = [(GroupId(*lease[:2]), lease[2]) for lease in beat.held if len(lease) == 3]
-        self.deadlines.reconcile(member.name, held, now=now)
+        self.leases.reconcile(member.name, held, now=now)
 
     def leave(self, member: Member, reason: str, *, now: float) -> None:
         """A member ends: its leases pass on at once."""
@@ -103,7 +88,7 @@ class Watch:
     def excuse(self, seconds: float, *, now: float) -> None:
         """This process itself stood still for so long: no other is to blame for it."""
         self.members.excuse(now=now)
-        self.deadlines.excuse(seconds)
+        self.leases.excuse(seconds)
         self._evaluations.excuse(seconds)
         self.watchdog.excuse(seconds)
 
@@ -111,4 +96,39 @@ class Watch:
         """What a member held that is no longer there; returns how many leases."""
         self.history.note(member, now=now)
         self._evaluations.release_member(member.name)
-        return self.deadlines.release_member(member.name, reason=f"{member.name} is {member.state}")
+        return self.leases.release_member(member.name, reason=f"{member.name} is {member.state}")
+
+
+class Watchdog:
+    """Notices when nothing has got on for too long.
+
+    The run gets on when a group or evaluation row comes in, a batch is assigned, a version is
+    committed (a replayed one too), or a learner registers.
+    """
+
+    def __init__(self, timeout_s: float, *, now: float) -> None:
+        self.timeout_s = timeout_s
+        self._warn_s = max(MIN_WARN_S, WARN_SHARE * timeout_s)
+        self._last = now
+        self._has_warned = False
+
+    def got_on(self, *, now: float) -> None:
+        self._last, self._has_warned = now, False
+
+    def excuse(self, seconds: float) -> None:
+        """The buffer itself stood still for so long."""
+        self._last += seconds
+
+    def still_s(self, *, now: float) -> float:
+        """For how long nothing has got on."""
+        return now - self._last
+
+    def look(self, *, now: float) -> Literal["fine", "warn", "stalled"]:
+        """`warn` once for each stall; `stalled` when the run is to end."""
+        still_s = self.still_s(now=now)
+        if still_s > self.timeout_s:
+            return "stalled"
+        if still_s > self._warn_s and not self._has_warned:
+            self._has_warned = True
+            return "warn"
+        return "fine"

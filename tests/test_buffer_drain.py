@@ -13,9 +13,9 @@ from serving_buffer import play, run_to_end, serving
 from asyncrl.journal import fates
 from asyncrl.messages import Batch, End
 from asyncrl.types import GroupId
-from buffer.farewell import LEAVE_S, Farewell
-from buffer.reports import status_values
+from buffer.ending import LEAVE_S, Farewell
 from buffer.server import STOPPED
+from buffer.status import status_values
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -194,7 +194,7 @@ def test_a_buffer_that_stood_still_gives_others_the_time_to_hear_of_the_end(
     async def scenario() -> None:
         async with serving(tmp_path, make_config()) as here:
             await here.generator().beat()
-            farewell = Farewell(here.run)
+            farewell = Farewell(here.run.books, here.run.ending, here.run.watch, now=0.0)
             here.run.ending.stop("the test")
             assert not farewell.may_leave(now=0.0)
             farewell.excuse(3600.0)

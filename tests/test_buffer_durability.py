@@ -12,7 +12,7 @@ from scripted_peers import Learner, make_config
 from serving_buffer import play, serving
 
 from asyncrl.messages import Fetch, Heartbeat, WatchWeights
-from buffer.reports import status_values
+from buffer.status import status_values
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def test_no_generator_hears_of_weights_before_they_are_in_the_journal(tmp_path: 
             await generator.status()  # behind the watch
             with disk_that_hangs(tmp_path):
                 publishing = asyncio.create_task(learner.publish(0))
-                while here.run.training.newest.location == "":
+                while here.run.books.training.newest.location == "":
                     await asyncio.sleep(0.01)
                 beating = asyncio.create_task(generator.ask(beat))
                 done, _ = await asyncio.wait({publishing, watching, beating}, timeout=0.5)
@@ -62,11 +62,11 @@ def test_an_evaluation_that_was_running_or_due_is_made_after_a_restart(tmp_path:
                 await learner.fetch(step)
                 await learner.commit()
                 await generator.beat()
-            assert here.run.evaluations.versions_due == [1, 3]
+            assert here.run.books.evaluations.versions_due == [1, 3]
 
     async def second_life() -> None:
         async with serving(tmp_path, config, train=40, val=2) as here:
-            assert here.run.evaluations.versions_due == [1, 3]
+            assert here.run.books.evaluations.versions_due == [1, 3]
             generator = here.generator()
             await generator.beat()
             for _ in range(4):
@@ -96,7 +96,7 @@ def test_a_commit_that_never_arrived_counts_as_if_it_had(tmp_path: Path) -> None
             values = status_values(here.run, now=0.0)
             assert (values["version"], values["trained"]) == (2, 8)
             assert sum(values["staleness"].values()) == 8 * 2 * 3
-            assert here.run.evaluations.versions_due == [2]
+            assert here.run.books.evaluations.versions_due == [2]
 
     play(scenario())
 

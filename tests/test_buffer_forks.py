@@ -16,7 +16,7 @@ from asyncrl.journal import fates
 from asyncrl.messages import Failed, Lease, Published, Register
 from asyncrl.types import GroupId, RolloutGroup
 from asyncrl.wire import encode_group
-from buffer.reports import status_values
+from buffer.status import status_values
 
 
 async def register(learner: Learner, version: int, digest: str) -> None:

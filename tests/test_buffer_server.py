@@ -28,8 +28,8 @@ from asyncrl.transport import RefusedError
 from asyncrl.types import GroupId, RolloutGroup
 from asyncrl.wire import encode, encode_group
 from buffer.prompts import MAX_ROW_BYTES
-from buffer.reports import status_values
 from buffer.run import Run
+from buffer.status import status_values
 
 MIB = 1 << 20
 SIZES = (MIB, MIB, MIB * 5 // 2, MAX_ROW_BYTES - 100, MIB, MIB)
@@ -479,7 +479,7 @@ def test_a_restarted_buffer_ends_a_trained_run_whose_learner_does_not_come_back(
 
     play(first_life())
     monkeypatch.setattr("buffer.ending.RETURN_S", 0.5)
-    monkeypatch.setattr("buffer.farewell.LEAVE_S", 0.5)
+    monkeypatch.setattr("buffer.ending.LEAVE_S", 0.5)
     play(second_life())
     assert fates(tmp_path) == {"trained": 8, "not_issued": 4}
 

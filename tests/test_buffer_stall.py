@@ -16,7 +16,7 @@ from serving_buffer import play, run_to_end, serving
 from asyncrl.config import Config
 from asyncrl.journal import fates
 from asyncrl.messages import Commit, End
-from buffer.watchdog import MIN_WARN_S, Watchdog
+from buffer.watch import MIN_WARN_S, Watchdog
 
 
 def test_a_stall_is_told_once_at_a_tenth_of_the_time_and_then_ends_the_run() -> None:

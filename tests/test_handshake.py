@@ -14,7 +14,7 @@ from asyncrl.config import Config
 from asyncrl.handshake import buffer_settings, member_settings, mismatches
 from asyncrl.messages import PROTOCOL, Hello, Role, Settings
 from asyncrl.transport import RefusedError
-from buffer.reports import status_values
+from buffer.status import status_values
 
 COMMON: dict[str, Any] = {
     "run_name": "other",

@@ -8,8 +8,8 @@ import pytest
 
 from asyncrl.journal_tables import GroupRow, PayloadRef
 from asyncrl.types import GroupId
-from buffer.deadlines import LOST_LEASE_S, Deadlines, Late
 from buffer.groups import Group, State
+from buffer.leases import LOST_LEASE_S, Late, LeaseClocks
 from buffer.ledger import Ledger
 from buffer.policy import StalenessPolicy
 
@@ -27,8 +27,8 @@ def make_ledger(*, max_staleness: int = 1, groups_per_step: int = 2, num_groups:
     )
 
 
-def deadlines_of(ledger: Ledger) -> Deadlines:
-    return Deadlines(ledger, lease_timeout_s=100.0)
+def clocks_of(ledger: Ledger) -> LeaseClocks:
+    return LeaseClocks(ledger, lease_timeout_s=100.0)
 
 
 def lease(ledger: Ledger, member: str = "a", *, version: int = 0, now: float = 0.0) -> Group:
@@ -61,7 +61,7 @@ def test_a_group_sent_twice_is_a_duplicate() -> None:
 def test_a_group_that_another_attempt_finished_is_superseded() -> None:
     ledger = make_ledger()
     lease(ledger, "a")
-    deadlines_of(ledger).release_member("a", reason="dead")
+    clocks_of(ledger).release_member("a", reason="dead")
     assert lease(ledger, "b").attempt == 1
     accept(ledger, FIRST, 0)
     assert ledger.judge(FIRST, 1, 0) == "superseded"
@@ -90,7 +90,7 @@ def test_dead_generators_leases_go_to_another_in_order_and_with_the_same_seeds()
     ledger = make_ledger()
     lost = [lease(ledger, "a") for _ in range(3)]
     lease(ledger, "b")
-    assert deadlines_of(ledger).release_member("a", reason="dead") == 3
+    assert clocks_of(ledger).release_member("a", reason="dead") == 3
     again = [lease(ledger, "b") for _ in range(3)]
     assert [group.id for group in again] == [group.id for group in lost]
     assert [(group.attempt, group.seed_k) for group in again] == [(1, 0)] * 3
@@ -120,8 +120,8 @@ def test_the_clock_of_a_lease_starts_with_the_generation() -> None:
     ledger = make_ledger()
     group = lease(ledger, now=0.0)
     assert ledger.started(group.id, 0, 0, now=90.0)
-    assert deadlines_of(ledger).expire(now=180.0) == []
-    assert deadlines_of(ledger).expire(now=191.0) == [Late("a", FIRST, 0)]
+    assert clocks_of(ledger).expire(now=180.0) == []
+    assert clocks_of(ledger).expire(now=191.0) == [Late("a", FIRST, 0)]
     assert (group.state, group.attempt, group.strikes) == (State.WAITING, 1, 1)
 
 
@@ -135,37 +135,45 @@ def test_a_prompt_that_hangs_every_generator_is_quarantined(told: bool) -> None:
         assert (group.id, group.attempt, group.seed_k) == (FIRST, attempt, 0)
         assert ledger.started(FIRST, attempt, 0, now=now + 0.5)
         if told:
-            late = deadlines_of(ledger).is_late(group, now=now + 100.1)
+            late = clocks_of(ledger).is_late(group, now=now + 100.1)
             ledger.fail(group, content=False, late=late, reason="not finished")
-        deadlines_of(ledger).expire(now=now + 101.0)
+        clocks_of(ledger).expire(now=now + 101.0)
     assert (group.state, group.strikes) == (State.QUARANTINED, 3)
 
 
 def test_a_lease_given_back_late_but_never_begun_does_not_count() -> None:
     ledger = make_ledger()
     group = lease(ledger, now=0.0)
-    assert not deadlines_of(ledger).is_late(group, now=100.1)
+    assert not clocks_of(ledger).is_late(group, now=100.1)
     ledger.fail(group, content=False, late=False, reason="no room")
     assert (group.state, group.strikes) == (State.WAITING, 0)
+
+
+def test_a_lease_that_waited_long_for_weights_and_then_failed_is_not_late() -> None:
+    ledger = make_ledger()
+    group = lease(ledger, now=0.0)
+    ledger.started(FIRST, 0, 0, now=90.0)
+    assert not clocks_of(ledger).is_late(group, now=120.0)
+    assert clocks_of(ledger).is_late(group, now=189.5)
 
 
 def test_a_lease_that_its_generator_does_not_report_is_leased_again() -> None:
     ledger = make_ledger()
     lost, kept = lease(ledger), lease(ledger)
     for now in (1.0, 5.0, 1.0 + LOST_LEASE_S):
-        deadlines_of(ledger).reconcile("a", [(kept.id, 0)], now=now)
+        clocks_of(ledger).reconcile("a", [(kept.id, 0)], now=now)
         assert lost.state == State.LEASED
-    deadlines_of(ledger).reconcile("a", [(kept.id, 0)], now=1.5 + LOST_LEASE_S)
+    clocks_of(ledger).reconcile("a", [(kept.id, 0)], now=1.5 + LOST_LEASE_S)
     assert (lost.state, kept.state) == (State.WAITING, State.LEASED)
 
 
 def test_a_lease_reported_again_is_not_lost() -> None:
     ledger = make_ledger()
     group = lease(ledger)
-    deadlines_of(ledger).reconcile("a", [], now=0.0)
-    deadlines_of(ledger).reconcile("a", [(group.id, 0)], now=9.0)
-    deadlines_of(ledger).reconcile("a", [], now=10.0)
-    deadlines_of(ledger).reconcile("a", [], now=19.0)
+    clocks_of(ledger).reconcile("a", [], now=0.0)
+    clocks_of(ledger).reconcile("a", [(group.id, 0)], now=9.0)
+    clocks_of(ledger).reconcile("a", [], now=10.0)
+    clocks_of(ledger).reconcile("a", [], now=19.0)
     assert group.state == State.LEASED
 
 
@@ -205,7 +213,7 @@ def test_a_restart_keeps_the_books_and_gives_leases_a_fresh_deadline() -> None:
     assert again.counts == ledger.counts
     assert again.policy.outstanding == (2, 3)
     assert [group.id for group in again.batch(0)] == [groups[0].id, groups[1].id]
-    assert deadlines_of(again).expire(now=1099.0) == []
+    assert clocks_of(again).expire(now=1099.0) == []
     assert again.judge(groups[2].id, 0, 0) == "duplicate"
     accept(again, groups[3].id)
     again.commit(1)
@@ -218,7 +226,7 @@ def test_after_a_restart_only_leases_that_had_begun_count_when_they_run_late() -
     ledger.started(begun.id, 0, 0, now=0.0)
     again = restarted(ledger, ledger.take_rows(at=0.0))
     assert [group.started_at for group in again.leased()] == [1000.0, None]
-    assert len(deadlines_of(again).expire(now=1101.0)) == 2
+    assert len(clocks_of(again).expire(now=1101.0)) == 2
     strikes = {row.number: row.strikes for row in again.take_rows(at=0.0)}
     assert strikes == {begun.number: 1, granted.number: 0}
 

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 from asyncrl import versions
 from asyncrl.journal_tables import GroupRow, PayloadRef
 from asyncrl.types import GroupId
-from buffer.deadlines import Deadlines
 from buffer.groups import Group, State
+from buffer.leases import LeaseClocks
 from buffer.ledger import Ledger
 from buffer.policy import StalenessPolicy
 
@@ -79,8 +79,8 @@ class Schedules(RuleBasedStateMachine):
         )
 
     @property
-    def deadlines(self) -> Deadlines:
-        return Deadlines(self.ledger, lease_timeout_s=10.0)
+    def deadlines(self) -> LeaseClocks:
+        return LeaseClocks(self.ledger, lease_timeout_s=10.0)
 
     def in_flight(self, started: bool) -> list[Group]:
         return [g for g in self.ledger.leased() if (g.started_at is not None) == started]
