@@ -18,8 +18,8 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.handshake import mismatches, refusal
-from asyncrl.messages import Hello, Message, Refused, Welcome
-from asyncrl.wire import MAX_FRAME_BYTES, Packet, WireError, decode, encode
+from asyncrl.messages import PROTOCOL, Hello, Message, Refused, Welcome
+from asyncrl.wire import MAX_FRAME_BYTES, OtherProtocol, Packet, WireError, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -217,6 +217,8 @@ class Server:
             except WireError as error:
                 self.num_refused += 1
                 log.warning("a message from %s was refused: %s", peer.hex(), error)
+                if isinstance(error, OtherProtocol):
+                    await self._socket.send_multipart([peer, *_refusal(error)])
                 continue
             task = asyncio.create_task(self._answer(peer, packet))
             self._tasks.add(task)
@@ -244,3 +246,10 @@ class Server:
             log.error("a %s from %s cannot be answered: %s", packet.message.type, peer.hex(), error)
             parts = encode(Refused(code="invalid", reason=str(error)), id=packet.id)
         await self._socket.send_multipart([peer, *parts])
+
+
+def _refusal(error: OtherProtocol) -> list[bytes]:
+    """For a peer that reads another protocol only."""
+    reason = f"this program speaks protocol {error.protocol}, the buffer {PROTOCOL}"
+    refused = Refused(code="protocol", reason=f"{reason}: use the same version of asyncrl")
+    return encode(refused, id=error.id, protocol=error.protocol)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 import msgpack
 import numpy as np
@@ -41,6 +41,15 @@ class WireError(ValueError):
     """Bytes that are not a message of this protocol. The peer is at fault, the reader goes on."""
 
 
+class OtherProtocol(WireError):
+    """A packet of another protocol: it can be told so, in that protocol."""
+
+    def __init__(self, protocol: int, id: int) -> None:
+        super().__init__(f"protocol {protocol}, expected {PROTOCOL}: use the same asyncrl")
+        self.protocol = protocol
+        self.id = id
+
+
 @dataclass(frozen=True, slots=True)
 class Packet:
     """One decoded message with the number that pairs request and reply (0: not answered)."""
@@ -67,9 +76,11 @@ class _GroupHeader(BaseModel):
     parts: list[dict[str, float]]
 
 
-def encode(message: Message, *, id: int = 0, frames: tuple[bytes, ...] = ()) -> list[bytes]:
+def encode(
+    message: Message, *, id: int = 0, frames: tuple[bytes, ...] = (), protocol: int = PROTOCOL
+) -> list[bytes]:
     """The parts of one multipart message. Raises ValueError for a header over the limit."""
-    header = msgpack.packb({"p": PROTOCOL, "id": id, "m": message.model_dump()})
+    header = msgpack.packb({"p": protocol, "id": id, "m": message.model_dump()})
     if len(header) > MAX_HEADER_BYTES:
         raise ValueError(
             f"a {message.__class__.__name__} of {len(header)} bytes is over the limit of "
@@ -83,12 +94,14 @@ def decode(parts: list[bytes]) -> Packet:
     if not 1 <= len(parts) <= MAX_FRAMES:
         raise WireError(f"{len(parts)} frames in one message (1 to {MAX_FRAMES} are possible)")
     header = _unpack(parts[0], MAX_HEADER_BYTES)
-    if not isinstance(header, dict) or header.get("p") != PROTOCOL:
+    if not isinstance(header, dict) or not _is_count(header.get("p")):
         found = header.get("p") if isinstance(header, dict) else type(header).__name__
         raise WireError(f"protocol {found!r}, expected {PROTOCOL}")
     id = header.get("id")
-    if not isinstance(id, int) or isinstance(id, bool) or id < 0:
+    if not _is_count(id):
         raise WireError(f"request number {id!r} is not a count")
+    if header["p"] != PROTOCOL:
+        raise OtherProtocol(header["p"], id)
     try:
         message = _MESSAGES.validate_python(header.get("m"))
     except (ValidationError, RecursionError) as error:
@@ -166,6 +179,10 @@ def decode_group(frame: bytes) -> RolloutGroup:
             for i in range(num_rollouts)
         ),
     )
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _unpack(data: bytes, limit: int) -> Any:

@@ -6,7 +6,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
+import zmq
+import zmq.asyncio
 from scripted_peers import Peer, make_config
 from serving_buffer import Serving, play, serving
 
@@ -222,5 +225,22 @@ def test_another_protocol_is_refused_with_both_numbers(tmp_path: Path) -> None:
                 await join(here, other)
             assert refused.value.code == "protocol"
             assert f"protocol {PROTOCOL + 1}, the buffer {PROTOCOL}" in str(refused.value)
+
+    play(scenario())
+
+
+def test_a_program_of_another_protocol_hears_so_in_its_own(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+            socket.connect(here.server.address)
+            packet = {"p": PROTOCOL + 1, "id": 7, "m": {"type": "a message of tomorrow"}}
+            await socket.send(msgpack.packb(packet))
+            [header] = await socket.recv_multipart()
+            answer = msgpack.unpackb(header)
+            socket.close(linger=0)
+            assert (answer["p"], answer["id"]) == (PROTOCOL + 1, 7)
+            assert answer["m"]["code"] == "protocol"
+            assert f"protocol {PROTOCOL + 1}, the buffer {PROTOCOL}" in answer["m"]["reason"]
 
     play(scenario())
