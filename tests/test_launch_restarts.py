@@ -54,6 +54,7 @@ def test_a_killed_rank_ends_the_other_and_both_start_again(config: Path, tmp_pat
     assert "learner was ended by SIGKILL: started again (restart 1 of 3)" in finished.errors
 
 
+@pytest.mark.slow
 def test_when_the_restarts_are_used_up_the_run_ends(config: Path, tmp_path: Path) -> None:
     with launched(config, "local.max_restarts=1", directory=tmp_path) as launcher:
         for _ in range(2):
