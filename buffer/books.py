@@ -64,7 +64,7 @@ class Books:
     def is_changed(self) -> bool:
         """Whether there is something to save that nobody's request has brought."""
         new_results = len(self.evaluations.results) > self._num_saved_evals
-        return self.ledger.is_changed or new_results
+        return self.ledger.groups.is_changed or new_results
 
     def save(self, *, beats: tuple[BeatRow, ...], end: End | None, now: float) -> Future[None]:
         """Writes what changed, as one transaction; `end` is that of the run, if it has ended. The
@@ -74,7 +74,7 @@ class Books:
         self._num_saved_evals = len(self.evaluations.results)
         return self.journal.write(
             Change(
-                groups=self.ledger.take_rows(at=now + self.wall_offset),
+                groups=self.ledger.groups.take_rows(at=now + self.wall_offset),
                 steps=steps,
                 weights=weights,
                 evals=tuple(EvalRow(r.step, r.model_dump_json()) for r in results),

@@ -1,8 +1,9 @@
-"""The books of one prompt group, and the states it passes through."""
+"""The books of each prompt group, and the states it passes through."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -24,7 +25,8 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
-OUTSTANDING = frozenset({State.WAITING, State.LEASED, State.READY})
+OPEN = frozenset({State.WAITING, State.LEASED})
+OUTSTANDING = OPEN | {State.READY}
 FATES = frozenset({State.FILTERED, State.QUARANTINED, State.DROPPED, State.CANCELLED})
 
 
@@ -111,3 +113,66 @@ class Group:
             finished_at=row.finished_at,
             started_at=0.0 if row.started else None,
         )
+
+
+class Groups:
+    """All groups of a run, by name, number and state; and which of them the journal has yet to
+    hear of."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[GroupId, Group] = {}
+        self.by_number: dict[int, Group] = {}
+        self.counts: Counter[State] = Counter()
+        """Groups by state, also of those that are forgotten."""
+        self._open: dict[State, set[int]] = {state: set() for state in OPEN}
+        self._changed: set[int] = set()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether `take_rows` has any."""
+        return bool(self._changed)
+
+    def add(self, group: Group) -> None:
+        """A group in whatever state it is in; the journal knows of it already."""
+        self.by_id[group.id] = self.by_number[group.number] = group
+        self.counts[group.state] += 1
+        if group.state in OPEN:
+            self._open[group.state].add(group.number)
+
+    def move(self, group: Group, state: State) -> None:
+        self.counts[group.state] -= 1
+        self.counts[state] += 1
+        if group.state in OPEN:
+            self._open[group.state].discard(group.number)
+        if state in OPEN:
+            self._open[state].add(group.number)
+        group.state = state
+        self.change(group)
+
+    def change(self, group: Group) -> None:
+        """Its books have changed."""
+        self._changed.add(group.number)
+
+    def first_waiting(self) -> int | None:
+        """Number of the WAITING group that was admitted first."""
+        return min(self._open[State.WAITING], default=None)
+
+    def leased(self) -> list[Group]:
+        """In order of admission."""
+        return [self.by_number[number] for number in sorted(self._open[State.LEASED])]
+
+    def forget(self, number: int) -> None:
+        """Drops a group from memory; the journal keeps it."""
+        del self.by_id[self.by_number.pop(number).id]
+
+    def take_rows(self, *, at: float) -> tuple[GroupRow, ...]:
+        """Rows of the groups that changed since the last call, stamped with the wall-clock time
+        `at`."""
+        groups = [self.by_number[number] for number in sorted(self._changed)]
+        self._changed.clear()
+        for group in groups:
+            if group.state == State.LEASED and group.leased_at is None:
+                group.leased_at = at
+            if group.state not in OPEN and group.finished_at is None:
+                group.finished_at = at
+        return tuple(group.row() for group in groups)

@@ -53,7 +53,7 @@ class LeaseClocks:
 
     def release_member(self, member: str, *, reason: str) -> int:
         """Passes all leases of a generator on; returns how many."""
-        held = [group for group in self._ledger.leased() if group.member == member]
+        held = [group for group in self._ledger.groups.leased() if group.member == member]
         for group in held:
             self._ledger.reissue(group, reason)
         return len(held)
@@ -62,7 +62,7 @@ class LeaseClocks:
         """Compares with what the generator says that it holds: a lease whose message was lost on
         the way is leased again after LOST_LEASE_S."""
         reported = set(held)
-        for group in self._ledger.leased():
+        for group in self._ledger.groups.leased():
             if group.member != member:
                 continue
             if (group.id, group.attempt) in reported:
@@ -76,7 +76,7 @@ class LeaseClocks:
         """Passes on the leases that ran past their time. One that had begun counts against the
         prompt: it may be what hangs every generator."""
         expired = []
-        for group in self._ledger.leased():
+        for group in self._ledger.groups.leased():
             if self.age_s(group, now=now) <= self.lease_timeout_s:
                 continue
             expired.append(Late(group.member, group.id, group.attempt))
@@ -89,7 +89,7 @@ class LeaseClocks:
 
     def excuse(self, seconds: float) -> None:
         """The buffer itself stood still for so long: no lease has used that time."""
-        for group in self._ledger.leased():
+        for group in self._ledger.groups.leased():
             group.granted_at += seconds
             group.started_at = None if group.started_at is None else group.started_at + seconds
             group.missing_since = None

@@ -4,23 +4,21 @@
        ^          |        or FILTERED, QUARANTINED, DROPPED, CANCELLED (a fate, with a reason)
        +----------+  attempt + 1: its generator died, ran late or failed
 
-The ledger keeps the books, policy.py decides, deadlines.py watches the clock of each lease. Time is
-passed in (seconds of a monotonic clock). `take_rows` gives what changed, for the journal.
+The ledger keeps the books, policy.py decides, leases.py watches the clock of each lease. Time is
+passed in (seconds of a monotonic clock).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 from asyncrl.journal_tables import GroupRow, PayloadRef
 from asyncrl.types import GroupId
-from buffer.groups import FATES, OUTSTANDING, Group, State
+from buffer.groups import FATES, OPEN, OUTSTANDING, Group, Groups, State
 from buffer.policy import StalenessPolicy
 
 Judgement = Literal["accepted", "duplicate", "superseded", "stale", "unknown"]
-_OPEN = frozenset({State.WAITING, State.LEASED})
 
 
 class Ledger:
@@ -36,29 +34,22 @@ class Ledger:
         """`group_id(number)` names the number-th prompt of the run; after `max_attempts` strikes it
         is quarantined."""
         self.policy = policy
-        self.counts: Counter[State] = Counter()
-        """Groups by state; they add up to what was admitted."""
         self._group_id = group_id
         self._max_attempts = max_attempts
-        self._groups: dict[GroupId, Group] = {}
-        self._by_number: dict[int, Group] = {}
+        self.groups = Groups()
+        """Their counts by state add up to what was admitted."""
         self._steps: dict[int, list[Group]] = {}
-        self._in_state: dict[State, set[int]] = {State.WAITING: set(), State.LEASED: set()}
-        self._changed: set[int] = set()
 
     def restore(self, rows: Sequence[GroupRow], *, committed: int, steps: int, now: float) -> None:
         """Takes over the books of a buffer that has ended; `steps` batches were assigned.
 
-        Leases go on with a full fresh deadline, in the name of the generator that held them.
+        Leases go on with all their time, in the name of the generator that held them.
         """
         groups = [Group.from_row(row) for row in rows]
         for group in groups:
-            self._groups[group.id] = self._by_number[group.number] = group
-            self.counts[group.state] += 1
+            self.groups.add(group)
             if group.step is not None:
                 self._steps.setdefault(group.step, []).append(group)
-            if group.state in self._in_state:
-                self._in_state[group.state].add(group.number)
         last = self._steps.get(steps - 1, [])
         self.policy.restore(
             admitted=len(groups),
@@ -71,24 +62,10 @@ class Ledger:
             if group.state in (State.LEASED, State.READY):
                 self._resume(group, now)
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether `take_rows` has any."""
-        return bool(self._changed)
-
-    @property
-    def num_ready(self) -> int:
-        """Finished groups that wait for their batch."""
-        return self.counts[State.READY]
-
-    def leased(self) -> list[Group]:
-        """Groups in flight, in order of admission."""
-        return [self._by_number[number] for number in sorted(self._in_state[State.LEASED])]
-
     def next_min_version(self) -> int | None:
         """The version a generator must serve to get the next lease; None when there is none."""
-        if waiting := self._in_state[State.WAITING]:
-            return self.policy.min_version(min(waiting))
+        if (first := self.groups.first_waiting()) is not None:
+            return self.policy.min_version(first)
         return self.policy.next_min_version() if self.policy.can_admit() else None
 
     def lease(self, member: str, *, serving_version: int, now: float) -> Group | None:
@@ -96,8 +73,8 @@ class Ledger:
         needed = self.next_min_version()
         if needed is None or needed > serving_version:
             return None
-        waiting = self._in_state[State.WAITING]
-        group = self._by_number[min(waiting)] if waiting else self._admit()
+        first = self.groups.first_waiting()
+        group = self._admit() if first is None else self.groups.by_number[first]
         group.version = self.policy.lease(group.number)
         group.member, group.granted_at = member, now
         group.started_at = group.missing_since = None
@@ -106,25 +83,25 @@ class Ledger:
 
     def started(self, id: GroupId, attempt: int, version: int, *, now: float) -> bool:
         """Starts the lease's clock. False: not a current lease, or a version it may not use."""
-        group = self._groups.get(id)
+        group = self.groups.by_id.get(id)
         if group is None or group.state != State.LEASED or group.attempt != attempt:
             return False
         if group.started_at is not None or not self.policy.accepts(group.number, version):
             return False
         self.policy.started(group.number, version)
         group.started_at, group.version = now, version
-        self._changed.add(group.number)
+        self.groups.change(group)
         return True
 
     def judge(self, id: GroupId, attempt: int, oldest_version: int | None) -> Judgement:
         """What a submitted group is worth; changes nothing. `oldest_version` is None for a group
         without tokens, which is as old as its lease."""
-        group = self._groups.get(id)
+        group = self.groups.by_id.get(id)
         if group is None or attempt > group.attempt:
             return "unknown"
         if attempt < group.valid_attempt:
             return "superseded"
-        if group.state not in _OPEN:
+        if group.state not in OPEN:
             return "duplicate" if group.accepted_attempt == attempt else "superseded"
         oldest = self._oldest(group, oldest_version)
         return "accepted" if self.policy.accepts(group.number, oldest) else "stale"
@@ -143,7 +120,7 @@ class Ledger:
     ) -> None:
         """Takes a group that was judged `accepted`: READY, or FILTERED with the reason. `reward` is
         the mean of its scored rollouts."""
-        group = self._groups[id]
+        group = self.groups.by_id[id]
         group.version = self._oldest(group, oldest_version)
         group.member, group.reward = member, reward
         group.token_versions = dict(token_versions)
@@ -156,7 +133,7 @@ class Ledger:
 
     def held(self, id: GroupId, attempt: int, *, by: str) -> Group | None:
         """The group that this generator has this lease of now; None when it has not."""
-        group = self._groups.get(id)
+        group = self.groups.by_id.get(id)
         if group is None or group.state != State.LEASED:
             return None
         return group if (group.attempt, group.member) == (attempt, by) else None
@@ -179,9 +156,9 @@ class Ledger:
         versions began are generated anew, and what their generators may still submit is void.
         Returns how many."""
         newer = [
-            self._by_number[number]
+            self.groups.by_number[number]
             for number in self.policy.outstanding
-            if self._is_newer(self._by_number[number], version)
+            if self._is_newer(self.groups.by_number[number], version)
         ]
         for group in newer:
             self.reissue(group, f"the learner was changed at version {version}")
@@ -209,7 +186,7 @@ class Ledger:
     def assign(self) -> tuple[int, list[Group]]:
         """Closes the next batch (policy.can_assign): its step and its groups in order."""
         step = self.policy.next_step
-        groups = [self._by_number[number] for number in self.policy.assign()]
+        groups = [self.groups.by_number[number] for number in self.policy.assign()]
         for group in groups:
             group.step = step
             self._move(group, State.ASSIGNED)
@@ -242,14 +219,14 @@ class Ledger:
         """Gives a fate to groups at the end of the data that no batch will take."""
         leftovers = self.policy.leftovers()
         for number in leftovers:
-            self._settle(self._by_number[number], State.DROPPED, "too few for a last batch")
+            self._settle(self.groups.by_number[number], State.DROPPED, "too few for a last batch")
         return len(leftovers)
 
     def cancel_outstanding(self, reason: str) -> int:
         """The run ends: whatever is outstanding is cancelled."""
         outstanding = self.policy.outstanding
         for number in outstanding:
-            self._settle(self._by_number[number], State.CANCELLED, reason)
+            self._settle(self.groups.by_number[number], State.CANCELLED, reason)
         return len(outstanding)
 
     def forget(self, *, before_step: int) -> None:
@@ -259,30 +236,16 @@ class Ledger:
         """
         steps = [step for step in self._steps if step < before_step]
         last = max((g.number for step in steps for g in self._steps.pop(step)), default=-1)
-        for number in [n for n in self._by_number if n <= last]:
-            group = self._by_number[number]
+        for number in [n for n in self.groups.by_number if n <= last]:
+            group = self.groups.by_number[number]
             if group.state in FATES or (group.step is not None and group.step < before_step):
-                del self._by_number[number], self._groups[group.id]
-
-    def take_rows(self, *, at: float) -> tuple[GroupRow, ...]:
-        """Rows of the groups that changed since the last call, stamped with the wall-clock time
-        `at`."""
-        groups = [self._by_number[number] for number in sorted(self._changed)]
-        self._changed.clear()
-        for group in groups:
-            if group.state == State.LEASED and group.leased_at is None:
-                group.leased_at = at
-            if group.state not in _OPEN and group.finished_at is None:
-                group.finished_at = at
-        return tuple(group.row() for group in groups)
+                self.groups.forget(number)
 
     def _admit(self) -> Group:
         number = self.policy.admit()
         group = Group(number, self._group_id(number))
-        self._groups[group.id] = self._by_number[number] = group
-        self.counts[State.WAITING] += 1
-        self._in_state[State.WAITING].add(number)
-        self._changed.add(number)
+        self.groups.add(group)
+        self.groups.change(group)
         return group
 
     def _resume(self, group: Group, now: float) -> None:
@@ -312,15 +275,9 @@ class Ledger:
         self._move(group, state)
 
     def _move(self, group: Group, state: State) -> None:
-        self.counts[group.state] -= 1
-        self.counts[state] += 1
-        if group.state in self._in_state:
-            self._in_state[group.state].discard(group.number)
-        if state in self._in_state:
-            self._in_state[state].add(group.number)
-        group.state = state
-        self._changed.add(group.number)
-        if self.counts.total() != self.policy.admitted:
+        self.groups.move(group, state)
+        counts = self.groups.counts
+        if counts.total() != self.policy.admitted:
             raise RuntimeError(
-                f"groups by state {dict(self.counts)} do not add up to {self.policy.admitted}"
+                f"groups by state {dict(counts)} do not add up to {self.policy.admitted}"
             )

@@ -25,7 +25,7 @@ from asyncrl.types import Row, WeightId
 from buffer.books import Books
 from buffer.ending import Ending
 from buffer.generation import Generation
-from buffer.groups import Group
+from buffer.groups import Group, State
 from buffer.members import Member
 from buffer.watch import Watch
 
@@ -170,7 +170,7 @@ class Run:
         waited_s = self.watch.waiting.asked_s(step, now=now)
         values = self.books.tally.take_step(step, groups) | {
             "generator_tokens_per_s": round(self.members.tokens_per_s(), 1),
-            "num_ready": self.books.ledger.num_ready,
+            "num_ready": self.books.ledger.groups.counts[State.READY],
             "waited_s": round(waited_s, 3),
         }
         record = Record(name="buffer", step=step, values=values)

@@ -15,9 +15,9 @@ def status_values(run: Run, *, now: float) -> dict[str, Any]:
 
 
 def _progress(run: Run) -> dict[str, Any]:
-    policy, training = run.books.ledger.policy, run.books.training
-    counts = {state.value: count for state, count in run.books.ledger.counts.items() if count}
-    rewards = run.books.tally.recent_rewards
+    books, policy, training = run.books, run.books.ledger.policy, run.books.training
+    counts = {state.value: count for state, count in books.ledger.groups.counts.items() if count}
+    rewards = books.tally.recent_rewards
     return {
         "step": policy.next_step,
         "version": policy.committed,
@@ -30,12 +30,12 @@ def _progress(run: Run) -> dict[str, Any]:
         "admitted": policy.admitted,
         "trained": counts.get(State.TRAINED.value, 0),
         "filtered": counts.get(State.FILTERED.value, 0),
-        "staleness": {str(age): count for age, count in sorted(run.books.tally.staleness.items())},
+        "staleness": {str(age): count for age, count in sorted(books.tally.staleness.items())},
         "reward_mean": sum(rewards) / len(rewards) if rewards else None,
         "learner_metrics": training.metrics,
-        "evals": [{"step": r.step, **r.values} for r in run.books.evaluations.results],
+        "evals": [{"step": r.step, **r.values} for r in books.evaluations.results],
         "forks": training.num_forks,
-        "engine": run.books.engine,
+        "engine": books.engine,
     }
 
 
@@ -43,7 +43,7 @@ def _people(run: Run, now: float) -> dict[str, Any]:
     everybody = run.members.by_name.values()
     return {
         "members": [_member_values(run, m, now) for m in everybody if m.role != "monitor"],
-        "leases": [_lease_values(run, group, now) for group in run.books.ledger.leased()],
+        "leases": [_lease_values(run, group, now) for group in run.books.ledger.groups.leased()],
         "tokens_per_s": round(run.members.tokens_per_s(), 1),
     }
 
@@ -61,7 +61,7 @@ def _waits(run: Run, now: float) -> dict[str, Any]:
 
 
 def _member_values(run: Run, member: Member, now: float) -> dict[str, Any]:
-    leases = [group for group in run.books.ledger.leased() if group.member == member.name]
+    leases = [group for group in run.books.ledger.groups.leased() if group.member == member.name]
     ages = [run.watch.leases.age_s(group, now=now) for group in leases]
     is_suspended = member.alive and run.watch.suspension.is_suspended(member)
     state, state_s, version = member.state, now - member.state_since, member.serving.version

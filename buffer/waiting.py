@@ -86,13 +86,15 @@ class Waits:
 
     def holders(self) -> list[Member]:
         """Generators that have leases or evaluation rows."""
-        names = {group.member for group in self._ledger.leased()} | {*self._evaluations.holders()}
+        names = {group.member for group in self._ledger.groups.leased()} | {
+            *self._evaluations.holders()
+        }
         return [member for name in sorted(names) for member in self._members.named(name)]
 
     def _batch_text(self, now: float) -> str:
         policy = self._ledger.policy
         size, missing = policy.batch_size, policy.num_missing()
-        flying = self._ledger.leased()
+        flying = self._ledger.groups.leased()
         text = f"step {policy.next_step}: need {size} groups, have {size - missing}"
         text += f", {len(flying)} in flight"
         if flying:

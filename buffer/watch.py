@@ -39,7 +39,7 @@ class Watch:
         self.watchdog = Watchdog(config.network.stall_timeout_s, now=now)
         self.history = History(interval_s=heartbeat_s, wall_offset=books.wall_offset)
         self.waiting = Waits(books, self.leases, self.members, now=now)
-        for group in books.ledger.leased():
+        for group in books.ledger.groups.leased():
             self.members.expect(group.member, now=now)
 
     def heartbeat(self, member: Member, beat: Heartbeat, *, now: float) -> None:

@@ -209,8 +209,8 @@ def test_a_restart_keeps_the_books_and_gives_leases_a_fresh_deadline() -> None:
     for group in groups[:3]:
         accept(ledger, group.id)
     ledger.assign()
-    again = restarted(ledger, ledger.take_rows(at=0.0))
-    assert again.counts == ledger.counts
+    again = restarted(ledger, ledger.groups.take_rows(at=0.0))
+    assert again.groups.counts == ledger.groups.counts
     assert again.policy.outstanding == (2, 3)
     assert [group.id for group in again.batch(0)] == [groups[0].id, groups[1].id]
     assert clocks_of(again).expire(now=1099.0) == []
@@ -224,10 +224,10 @@ def test_after_a_restart_only_leases_that_had_begun_count_when_they_run_late() -
     ledger = make_ledger()
     begun, granted = lease(ledger), lease(ledger)
     ledger.started(begun.id, 0, 0, now=0.0)
-    again = restarted(ledger, ledger.take_rows(at=0.0))
-    assert [group.started_at for group in again.leased()] == [1000.0, None]
+    again = restarted(ledger, ledger.groups.take_rows(at=0.0))
+    assert [group.started_at for group in again.groups.leased()] == [1000.0, None]
     assert len(clocks_of(again).expire(now=1101.0)) == 2
-    strikes = {row.number: row.strikes for row in again.take_rows(at=0.0)}
+    strikes = {row.number: row.strikes for row in again.groups.take_rows(at=0.0)}
     assert strikes == {begun.number: 1, granted.number: 0}
 
 
@@ -236,8 +236,8 @@ def test_a_restart_with_a_smaller_bound_generates_anew_what_is_too_old_for_it() 
     for _ in range(4):
         accept(ledger, lease(ledger).id)
     ledger.assign()
-    again = restarted(ledger, ledger.take_rows(at=0.0), max_staleness=0)
-    assert again.counts == {State.ASSIGNED: 2, State.READY: 0, State.WAITING: 2}
+    again = restarted(ledger, ledger.groups.take_rows(at=0.0), max_staleness=0)
+    assert again.groups.counts == {State.ASSIGNED: 2, State.READY: 0, State.WAITING: 2}
     again.commit(1)
     assert lease(again, version=1).attempt == 1
 
@@ -248,9 +248,9 @@ def test_forgetting_trained_steps_keeps_the_counts() -> None:
         accept(ledger, lease(ledger).id)
     ledger.assign()
     ledger.commit(1)
-    ledger.take_rows(at=0.0)
+    ledger.groups.take_rows(at=0.0)
     ledger.forget(before_step=1)
     assert ledger.judge(FIRST, 0, 0) == "unknown"
-    assert ledger.counts[State.TRAINED] == 2
+    assert ledger.groups.counts[State.TRAINED] == 2
     ledger.assign()
-    assert ledger.counts.total() == 4
+    assert ledger.groups.counts.total() == 4

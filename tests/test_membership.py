@@ -85,7 +85,7 @@ def test_leases_of_the_dead_never_go_back_to_the_dead(tmp_path: Path) -> None:
             waiting = asyncio.create_task(dead.lease(4))
             await until(lambda: not here.run.members.by_name["dead"].alive)
             assert await waiting == []
-            assert here.run.books.ledger.leased() == []
+            assert here.run.books.ledger.groups.leased() == []
 
     play(scenario())
 
@@ -356,7 +356,7 @@ def test_a_buffer_that_stood_still_blames_nobody(tmp_path: Path) -> None:
             here.run.watch.excuse(3600.0, now=now + 3600)
             here.run.tick(now=now + 3600)
             assert here.run.members.by_name["generator-0"].alive
-            assert len(here.run.books.ledger.leased()) == 4
+            assert len(here.run.books.ledger.groups.leased()) == 4
 
     play(scenario())
 

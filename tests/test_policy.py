@@ -83,7 +83,7 @@ class Schedules(RuleBasedStateMachine):
         return LeaseClocks(self.ledger, lease_timeout_s=10.0)
 
     def in_flight(self, started: bool) -> list[Group]:
-        return [g for g in self.ledger.leased() if (g.started_at is not None) == started]
+        return [g for g in self.ledger.groups.leased() if (g.started_at is not None) == started]
 
     @property
     def published(self) -> int:
@@ -134,9 +134,9 @@ class Schedules(RuleBasedStateMachine):
         )
 
     @rule(kind=st.sampled_from(["fail", "content", "drop", "death", "delay"]), data=st.data())
-    @precondition(lambda self: self.ledger.leased())
+    @precondition(lambda self: self.ledger.groups.leased())
     def accident(self, kind: str, data: st.DataObject) -> None:
-        group = data.draw(st.sampled_from(self.ledger.leased()))
+        group = data.draw(st.sampled_from(self.ledger.groups.leased()))
         if kind == "death":
             self.deadlines.release_member(group.member, reason="dead")
         elif kind == "delay":
@@ -183,17 +183,17 @@ class Schedules(RuleBasedStateMachine):
         self.ledger.rewind(version)
         self.ledger.rewind(self.version)
         for number in self.policy.outstanding:
-            group = self.ledger._by_number[number]
+            group = self.ledger.groups.by_number[number]
             is_begun = group.state == State.READY or group.started_at is not None
             assert not (is_begun and group.version is not None and group.version > version)
 
     @rule()
     def buffer_restarts(self) -> None:
         """Everything is read back from rows."""
-        before, states = self.policy, self.ledger.counts
+        before, states = self.policy, self.ledger.groups.counts
         unstarted = [group.id for group in self.in_flight(started=False)]
         self.restart(max_staleness=self.bound, max_steps=before.max_steps)
-        assert +self.ledger.counts == +states
+        assert +self.ledger.groups.counts == +states
         assert [group.id for group in self.in_flight(started=False)] == unstarted
         assert self.policy.outstanding == before.outstanding
         assert self.policy.deadlines() == before.deadlines()
@@ -215,7 +215,7 @@ class Schedules(RuleBasedStateMachine):
 
     def restart(self, *, max_staleness: int, max_steps: int | None) -> None:
         before = self.policy
-        self.journal |= {row.number: row for row in self.ledger.take_rows(at=0.0)}
+        self.journal |= {row.number: row for row in self.ledger.groups.take_rows(at=0.0)}
         self.policy = StalenessPolicy(
             max_staleness=max_staleness,
             groups_per_step=before.groups_per_step,
@@ -237,7 +237,7 @@ class Schedules(RuleBasedStateMachine):
         if not hasattr(self, "policy"):
             return
         size, next_pick = self.policy.groups_per_step, sum(self.sizes)
-        groups = [self.ledger._by_number[number] for number in self.policy.outstanding]
+        groups = [self.ledger.groups.by_number[number] for number in self.policy.outstanding]
         waiting_for_later = [
             group.version is None and group.number in self.admitted_by_wider_bound
             for group in groups
@@ -255,8 +255,8 @@ class Schedules(RuleBasedStateMachine):
     def counts_add_up(self) -> None:
         if not hasattr(self, "policy"):
             return
-        found = Counter(group.state for group in self.ledger._by_number.values())
-        assert found == +self.ledger.counts
+        found = Counter(group.state for group in self.ledger.groups.by_number.values())
+        assert found == +self.ledger.groups.counts
         assert found.total() == self.policy.admitted
 
     def teardown(self) -> None:
@@ -286,7 +286,7 @@ class Schedules(RuleBasedStateMachine):
             self.lease("a", 1)
 
     def check_end(self) -> None:
-        policy, counts = self.policy, self.ledger.counts
+        policy, counts = self.policy, self.ledger.groups.counts
         self.ledger.cancel_outstanding("the run has ended")
         assert counts[State.TRAINED] == sum(self.sizes)
         assert not any(counts[s] for s in (State.WAITING, State.LEASED, State.READY))
