@@ -182,6 +182,7 @@ async def _work(client: Client, welcome: Welcome, engine: Engine, worker: Worker
 async def _load(engine: Engine, worker: Worker) -> None:
     """Loads the model; a run that is done meanwhile ends the program, as nothing can interrupt the
     thread that loads."""
+    began = time.monotonic()
     loading = asyncio.create_task(engine.start())
     with _starting():
         await asyncio.wait({loading, worker.ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -189,6 +190,7 @@ async def _load(engine: Engine, worker: Worker) -> None:
             log.info("the run is done, the model is not needed any more")
             _end_at_once(0)
         await loading
+    log.info("the engine is ready after %.1f s", time.monotonic() - began)
 
 
 async def _leave(client: Client, reason: str) -> None:
