@@ -94,6 +94,8 @@ class LearnerRequests:
 
     async def _batch(self, batch: AssignedBatch) -> transport.Reply:
         refs = [group.payload for group in batch.groups if group.payload is not None]
+        if len(refs) != batch.step.num_groups:
+            raise RuntimeError(f"{len(refs)} payloads are there for {batch.step}")
         frames = await asyncio.to_thread(lambda: tuple(map(self._run.books.journal.read, refs)))
         record = Record.model_validate_json(batch.step.record)
         message = Batch(

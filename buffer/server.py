@@ -27,7 +27,7 @@ FLUSH_S = 0.3
 STOPPED = 130
 """Exit code of a drained run: 128 + SIGINT."""
 TICK_S = 0.5
-"""Longest time between two looks at deadlines."""
+"""Longest time between two looks at the clock."""
 
 
 class BufferServer:
