@@ -52,15 +52,17 @@ def _learn(config: Config, run_dir: RunDir, client: ThreadClient | None, clock: 
     from learner.loop import Learner  # torch takes seconds: what can fail without it has not
     from learner.ranks import start_ranks
 
-    learner = None
+    learner, has_started = None, False
     try:
         ranks = start_ranks()
         learner = Learner(config, run_dir, client=client, ranks=ranks, clock=clock)
+        learner.take_over()
+        has_started = True
         return learner.run()
     except Exception as error:
         if learner is not None:
             learner.line.close(f"{type(error).__name__}: {error}")
-        if learner is None and isinstance(error, ValueError):
+        if not has_started and isinstance(error, ValueError):
             return _fail(2, str(error))
         if isinstance(error, RefusedError):
             newer = "a newer learner took over this run: " if error.code == "fenced" else ""

@@ -60,18 +60,15 @@ class Learner:
         ranks: Ranks,
         clock: PhaseClock,
     ) -> None:
-        """Takes over the run. `client` is what buffer_line.join returned on the lead, None on other
-        ranks; `clock` has been in phase "start" since the program began. ValueError for what the
-        user can mend."""
+        """`client` is what buffer_line.join returned on the lead, None on other ranks; `clock` has
+        been in phase "start" since the program began."""
         self.config = config
         self.run_dir = run_dir
         self.ranks = ranks
         self.clock = clock
-        self.version = 0
-        self.inc = 0
+        self.version = self.inc = self.num_tokens = 0
         self.committed = 0
         """Highest version ever committed when this learner took over; until then it replays."""
-        self.num_tokens = 0
         self.snapshot_version = 0
         """Newest version handed to the publisher. Version 0 needs none: generators load it."""
         self.line = BufferLine(client, ranks=ranks, patience_s=config.network.buffer_timeout_s)
@@ -86,8 +83,19 @@ class Learner:
         self.policy = load_policy(config, ranks)
         self.optimizer = Optimizer(self.policy, config.learner.optim)
         self.reporter = Reporter(run_dir, config, ranks)
-        self.version = resume(self.policy, self.optimizer, config, run_dir, ranks=ranks)
-        self.register()
+
+    def take_over(self) -> None:
+        """Goes on from where the run is; learners registered before are fenced off from now on.
+        ValueError for what the user can mend."""
+        self.version = resume(
+            self.policy, self.optimizer, self.config, self.run_dir, ranks=self.ranks
+        )
+        registered = self.line.register(
+            checkpoint_version=self.version, config_digest=training_digest(self.config)
+        )
+        self.inc, self.committed = registered.inc, registered.committed
+        if self.committed > self.version:
+            log.info("replaying steps %d to %d", self.version, self.committed - 1)
 
     def run(self) -> int:
         """Trains until the buffer says that the run has ended; returns the exit code."""
@@ -117,15 +125,6 @@ class Learner:
             serving=[self.inc, self.version],
             num_tokens=self.num_tokens,
         )
-
-    def register(self) -> None:
-        """Takes over the run; learners registered before are fenced off from now on."""
-        registered = self.line.register(
-            checkpoint_version=self.version, config_digest=training_digest(self.config)
-        )
-        self.inc, self.committed = registered.inc, registered.committed
-        if self.committed > self.version:
-            log.info("replaying steps %d to %d", self.version, self.committed - 1)
 
     def next_batch(self) -> tuple[Packet, str]:
         """The Batch of the next step or the End, and what was waited for."""

@@ -27,6 +27,7 @@ from learner.ranks import start_ranks
 @pytest.fixture
 def make_learner(tmp_path: Path) -> Iterator[Callable[..., Learner]]:
     model = save_model(tmp_path / "model")
+    made: list[Learner] = []
 
     def make(buffer: ScriptedBuffer, *, name: str = "run", **sections: Any) -> Learner:
         tree = make_config(model).model_dump()
@@ -38,9 +39,14 @@ def make_learner(tmp_path: Path) -> Iterator[Callable[..., Learner]]:
         run_dir.path.mkdir(exist_ok=True)
         client = join(config, run_dir, address=buffer.address)
         clock = PhaseClock("start")
-        return Learner(config, run_dir, client=client, ranks=start_ranks(), clock=clock)
+        learner = Learner(config, run_dir, client=client, ranks=start_ranks(), clock=clock)
+        made.append(learner)
+        learner.take_over()
+        return learner
 
-    return make  # type: ignore[return-value]
+    yield make
+    for learner in made:
+        learner.line.close("the test is over")
 
 
 def test_each_step_is_committed_then_published_and_the_run_ends_whole(
@@ -272,7 +278,6 @@ def test_a_fenced_learner_stops(make_learner: Callable[..., Learner]) -> None:
         with pytest.raises(RefusedError, match="learner 3 has registered") as caught:
             learner.run()
         assert caught.value.code == "fenced"
-        learner.line.close("the test is over")
 
 
 def test_a_failed_run_keeps_its_checkpoint_and_says_why(
@@ -302,7 +307,6 @@ def test_tokens_over_the_bound_stop_the_learner_before_they_are_trained(
         learner = make_learner(buffer)
         with pytest.raises(RuntimeError, match="step 2 got tokens aged 2 to 2"):
             learner.run()
-        learner.line.close("the test is over")
     assert "commit 3" not in buffer.heard
 
 
