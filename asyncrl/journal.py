@@ -19,8 +19,6 @@ groups can be asked for again.
 from __future__ import annotations
 
 import fcntl
-import logging
-import os
 import queue
 import sqlite3
 import threading
@@ -43,8 +41,7 @@ from asyncrl.journal_tables import (
     Stored,
     WeightsRow,
 )
-
-log = logging.getLogger(__name__)
+from asyncrl.segments import Segments
 
 SEGMENT_BYTES = 64 << 20
 """A segment is closed when it would grow over this."""
@@ -87,10 +84,8 @@ class Journal:
         self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES, max_beats: int = MAX_BEATS
     ) -> None:
         """Raises ValueError when another process has it open, or when its schema is another."""
-        self._segments = directory / "segments"
-        self._segments.mkdir(parents=True, exist_ok=True)
+        self._segments = Segments(directory / "segments", segment_bytes=segment_bytes)
         self._lock = _lock(directory)
-        self._segment_bytes = segment_bytes
         self._database = sqlite3.connect(
             directory / "journal.sqlite", check_same_thread=False, isolation_level=None
         )
@@ -98,10 +93,6 @@ class Journal:
         self.stored = self._load()
         (self._num_beats,) = self._database.execute("SELECT COUNT(*) FROM beats").fetchone()
         self._max_beats = max_beats
-        self._segment = 1 + max(self._segments_there(), default=0)
-        self._offset = 0
-        self._file: IO[bytes] | None = None
-        self._file_segment = 0
         self._queue: queue.SimpleQueue[_Payload | _Write | _Retain | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._writer = threading.Thread(target=self._write_for_ever, name="journal", daemon=True)
@@ -109,10 +100,7 @@ class Journal:
 
     def append(self, payload: bytes) -> PayloadRef:
         """Queues a payload. It is on disk before any change that is written after this call."""
-        if self._offset and self._offset + len(payload) > self._segment_bytes:
-            self._segment, self._offset = self._segment + 1, 0
-        ref = PayloadRef(self._segment, self._offset, len(payload))
-        self._offset += len(payload)
+        ref = self._segments.place(len(payload))
         self._queue.put(_Payload(ref, payload))
         return ref
 
@@ -132,18 +120,13 @@ class Journal:
 
     def read(self, ref: PayloadRef) -> bytes:
         """The payload at `ref`, whose write has completed. May be called from any thread."""
-        with self._path(ref.segment).open("rb") as file:
-            data = os.pread(file.fileno(), ref.length, ref.offset)
-        if len(data) != ref.length:
-            raise RuntimeError(f"payload {ref} has {len(data)} bytes: the journal is damaged")
-        return data
+        return self._segments.read(ref)
 
     def close(self) -> None:
         """Writes what is queued and lets go of the files."""
         self._queue.put(None)
         self._writer.join()
-        if self._file is not None:
-            self._file.close()
+        self._segments.close()
         self._database.close()
         self._lock.close()
 
@@ -194,7 +177,7 @@ class Journal:
                 raise self._error
             for item in items:
                 if isinstance(item, _Payload):
-                    self._append_bytes(item)
+                    self._segments.write(item.ref, item.data)
             self._database.execute("BEGIN")
             for item in items:
                 if isinstance(item, _Write):
@@ -212,16 +195,6 @@ class Journal:
                 done.set_result(None)
             else:
                 done.set_exception(self._error)
-
-    def _append_bytes(self, payload: _Payload) -> None:
-        if self._file is None or self._file_segment != payload.ref.segment:
-            if self._file is not None:
-                self._file.close()
-            self._file = self._path(payload.ref.segment).open("ab", buffering=0)
-            self._file_segment = payload.ref.segment
-        rest = memoryview(payload.data)
-        while rest:
-            rest = rest[self._file.write(rest) :]
 
     def _upsert(self, change: Change) -> None:
         tables: tuple[tuple[str, tuple[tuple[object, ...], ...]], ...] = (
@@ -250,22 +223,11 @@ class Journal:
             f"NOT (CASE WHEN step IS NULL THEN state IN ({marks}) ELSE step < ? END)",
             (*retain.settled, retain.from_step),
         )
-        keep = {segment for (segment,) in needed} | {self._file_segment}
-        for segment in self._segments_there():
-            if segment in keep or segment > self._file_segment:
-                continue
-            self._database.execute("UPDATE groups SET segment=NULL WHERE segment=?", (segment,))
-            try:
-                self._path(segment).unlink()
-            except OSError as error:
-                log.warning("a segment stays until the next checkpoint: %s", error)
-
-    def _segments_there(self) -> list[int]:
-        names = [path.name for path in self._segments.iterdir()]
-        return sorted(int(name) for name in names if name.isdecimal())
-
-    def _path(self, segment: int) -> Path:
-        return self._segments / f"{segment:06d}"
+        keep = {segment for (segment,) in needed}
+        for segment in self._segments.closed():
+            if segment not in keep:
+                self._database.execute("UPDATE groups SET segment=NULL WHERE segment=?", (segment,))
+                self._segments.delete(segment)
 
 
 def open_read_only(directory: Path) -> sqlite3.Connection:
