@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,9 @@ from typing import Any
 
 from local_runs import REPOSITORY
 
+from asyncrl.config.load import load_resolved
 from asyncrl.journal import fates
+from asyncrl.run_dir import RunDir
 
 STEP_S = 90.0
 """The longest that a test waits for the next thing to happen."""
@@ -144,6 +147,9 @@ def shells(config: Path, directory: Path, *, name: str = "run") -> Iterator[Shel
         yield opened
     finally:
         opened.end()
+        for config_file in directory.glob("*/config.yaml"):  # a killed learner leaves its weights
+            weights = RunDir(config_file.parent).weights(load_resolved(config_file))
+            shutil.rmtree(weights, ignore_errors=True)
 
 
 def free_port() -> int:
