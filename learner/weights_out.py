@@ -171,6 +171,8 @@ class Publisher:
                 self._announce(snapshot.weights, written.location, written.digest)
                 break
             except Exception as error:  # whatever it is: training goes on, and the cause is said
+                if self._closed:
+                    return False
                 log.warning("weights %s are not published yet: %s", snapshot.weights, error)
                 self.num_failed += 1
                 self._error = f"{type(error).__name__}: {error}"
