@@ -22,7 +22,7 @@ from asyncrl.config.load import load_resolved
 from asyncrl.journal import fates
 from asyncrl.run_dir import RunDir
 
-STEP_S = 90.0
+STEP_S = 120.0
 """The longest that a test waits for the next thing to happen."""
 
 
@@ -150,6 +150,26 @@ def shells(config: Path, directory: Path, *, name: str = "run") -> Iterator[Shel
         for config_file in directory.glob("*/config.yaml"):  # a killed learner leaves its weights
             weights = RunDir(config_file.parent).weights(load_resolved(config_file))
             shutil.rmtree(weights, ignore_errors=True)
+
+
+def outlive_everything(run: Shells) -> None:
+    """A second generator joins at step 3, the first is killed at 5, the learner at 7, the buffer
+    at 9; both come back. Exit code 0, and the second generator never loads its engine again."""
+    buffer, learner = run.buffer(), run.start("learner")
+    first = run.start("generator", "--name", "generator-0")
+    run.wait_for_step(3)
+    second = run.start("generator", "--name", "generator-1")
+    run.wait_for_step(5)
+    first.kill()
+    run.wait_for_step(7)
+    learner.kill()
+    learner = run.start("learner")
+    run.wait_for_step(9)
+    buffer.kill()
+    buffer = run.buffer()
+    assert run.codes(buffer, learner, second) == [0, 0, 0], run.logs()
+    assert second.output.count("the engine is ready") == 1
+    assert max(record["staleness/max"] for record in run.steps()) <= 2
 
 
 def free_port() -> int:
