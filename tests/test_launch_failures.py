@@ -16,8 +16,16 @@ from asyncrl.launch.failures import Ending, how_it_ended, judge, telling_lines
 from asyncrl.launch.ranks import Nodes, exit_code, learner_command
 
 
-def ending(role: str, code: int, *, has_worked: bool = True, is_over: bool = False) -> Ending:
-    return Ending(role, code, has_worked=has_worked, run_is_over=is_over)
+def ending(
+    role: str,
+    code: int,
+    *,
+    has_worked: bool = True,
+    is_over: bool = False,
+    is_needed: bool | None = None,
+) -> Ending:
+    needed = (not is_over or role != "generator") if is_needed is None else is_needed
+    return Ending(role, code, has_worked=has_worked, run_is_over=is_over, is_needed=needed)
 
 
 @pytest.mark.parametrize("role", ["buffer", "learner", "generator"])
@@ -42,6 +50,12 @@ def test_nobody_is_started_again_once_the_run_is_over() -> None:
     assert judge(ending("learner", -signal.SIGKILL, is_over=True)) == "failed"
 
 
+def test_a_buffer_that_is_killed_when_the_learner_has_ended_well_ends_no_run_badly() -> None:
+    assert judge(ending("buffer", -signal.SIGKILL, is_over=True, is_needed=False)) == "well"
+    assert judge(ending("buffer", -signal.SIGKILL, is_over=True, is_needed=True)) == "failed"
+    assert judge(ending("buffer", 1, is_over=True, is_needed=False)) == "failed"
+
+
 def test_a_buffer_that_was_drained_has_ended_well() -> None:
     assert judge(ending("buffer", 130, is_over=True)) == "well"
     assert judge(ending("buffer", 130)) == "well"
@@ -51,6 +65,7 @@ def test_an_end_is_told_by_name() -> None:
     assert how_it_ended(ending("learner", -9)) == "was ended by SIGKILL"
     assert how_it_ended(ending("learner", 143)) == "was ended by SIGTERM"
     assert how_it_ended(ending("learner", 2)) == "ended with exit code 2"
+    assert how_it_ended(ending("learner", 255)) == "ended with exit code 255"
 
 
 def test_the_first_error_of_a_log_is_told_even_when_much_was_said_after_it() -> None:
@@ -74,8 +89,10 @@ def test_a_child_that_ends_takes_its_own_processes_with_it(tmp_path: Path) -> No
     with Children(tmp_path) as children:
         child = children.start(program)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert children.running() == []
+        assert children.unseen() == [child]
         assert children.newly_ended() == [child]
-        assert children.newly_ended() == []
+        assert children.newly_ended() == children.unseen() == []
         pid = int(child.log_text())
     state = subprocess.run(["ps", "-o", "stat=", str(pid)], capture_output=True, text=True).stdout
     assert state.strip()[:1] in ("", "Z")

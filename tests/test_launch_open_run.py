@@ -126,6 +126,19 @@ def test_going_back_puts_the_newer_checkpoints_aside(tmp_path: Path) -> None:
     assert not run_dir.start.exists()
 
 
+def test_going_back_twice_keeps_what_was_put_aside_before(tmp_path: Path) -> None:
+    run_dir, _ = opened(config(tmp_path, "auto"))
+    older = write_checkpoint(run_dir.checkpoints, 2)
+    for _ in range(3):
+        write_checkpoint(run_dir.checkpoints, 4)
+        opened(config(tmp_path, str(older)))
+    aside = ["undone-2-version-00000004", "undone-3-version-00000004", "undone-version-00000004"]
+    assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == [*aside, older.name]
+    with pytest.raises(ValueError, match="was put aside"):
+        opened(config(tmp_path, str(run_dir.checkpoints / aside[0])))
+    assert older.is_dir()
+
+
 @pytest.mark.parametrize(
     ("resume", "says"),
     [("nevr", "did you mean 'never'"), ("no/such/place", "no directory"), (".", "not a whole")],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -52,17 +51,3 @@ def test_a_killed_rank_ends_the_other_and_both_start_again(config: Path, tmp_pat
     assert still_running(before, timeout_s=0) == []
     assert finished.code == 0, finished.logs()
     assert "learner was ended by SIGKILL: started again (restart 1 of 3)" in finished.errors
-
-
-@pytest.mark.slow
-def test_when_the_restarts_are_used_up_the_run_ends(config: Path, tmp_path: Path) -> None:
-    with launched(config, "local.max_restarts=1", directory=tmp_path) as launcher:
-        for _ in range(2):
-            launcher.wait_for_steps(launcher.steps_done + 1)
-            (learner,) = launcher.children("learner")
-            children = launcher.children()
-            learner.send_signal(signal.SIGKILL)
-        finished = launcher.finish(15)
-    assert finished.code == 1
-    assert "learner was ended by SIGKILL; local.max_restarts is used up" in finished.errors
-    assert still_running(children, timeout_s=0) == []

@@ -104,6 +104,10 @@ class Children:
     def running(self) -> list[Child]:
         return [child for child in self.by_name.values() if not child.has_ended()]
 
+    def unseen(self) -> list[Child]:
+        """Those that run, and those whose end `newly_ended` has not told yet."""
+        return [child for child in self.by_name.values() if not child.is_seen]
+
     def newly_ended(self) -> list[Child]:
         """Those that have ended since the last call."""
         ended = [c for c in self.by_name.values() if c.has_ended() and not c.is_seen]

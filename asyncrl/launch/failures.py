@@ -23,14 +23,17 @@ class Ending:
     has_worked: bool
     """Generator: it has sampled tokens."""
     run_is_over: bool
-    """The run has ended, or is being stopped: nobody is needed any more."""
+    """The run has ended, or is being stopped: nobody is started again."""
+    is_needed: bool
+    """A generator is needed while the run goes on, the buffer until the learner has ended well, the
+    learner until it has itself."""
 
     @property
     def signal(self) -> int | None:
         """The signal that ended it: killed, or it says so with its exit code."""
         if self.code < 0:
             return -self.code
-        return self.code - 128 if self.code > 128 else None
+        return self.code - 128 if 128 < self.code < 128 + signal.NSIG else None
 
 
 Verdict = Literal["well", "again", "failed"]
@@ -44,8 +47,10 @@ def judge(ending: Ending) -> Verdict:
     """
     if ending.code == 0 or (ending.role == "buffer" and ending.code == DRAINED):
         return "well"
+    if not ending.is_needed and (ending.role == "generator" or ending.signal is not None):
+        return "well"
     if ending.run_is_over:
-        return "well" if ending.role == "generator" else "failed"
+        return "failed"
     if ending.signal is not None:
         return "again"
     is_mishap = ending.role == "generator" and ending.code != 2 and ending.has_worked

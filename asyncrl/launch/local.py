@@ -42,20 +42,21 @@ def run_local(path: Path, overrides: Sequence[str]) -> int:
                 code = supervisor.run(signals)
         finally:
             shutil.rmtree(run_dir.weights(config), ignore_errors=True)
-        if code == 0:
-            print_summary(console, run_dir)
         if code == DRAINED:
             name = run_dir.path.name
             again = f"go on with the same command and run_name={name} checkpoint.resume=auto"
             errors.print(again, highlight=False, soft_wrap=True)
     if not supervisor.was_cut_short:
-        _write_report(run_dir, console, errors)
+        _tell_result(run_dir, console, errors, is_good=code == 0)
     return code
 
 
-def _write_report(run_dir: RunDir, console: Console, errors: Console) -> None:
-    """Whatever is wrong with it is a warning: the run itself has ended as it has."""
+def _tell_result(run_dir: RunDir, console: Console, errors: Console, *, is_good: bool) -> None:
+    """Summary and report. Whatever is wrong with them is a warning: the run itself has ended as it
+    has."""
     try:
+        if is_good:
+            print_summary(console, run_dir)
         from asyncrl.report.page import write_report
 
         console.print(f"report {write_report(run_dir.path)}", highlight=False, soft_wrap=True)

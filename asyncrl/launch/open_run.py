@@ -76,9 +76,17 @@ def _named_checkpoint(config: Config) -> Path | None:
 
 def _go_back(checkpoint: Path) -> None:
     """Puts the checkpoints that are newer than this one aside: the newest one is gone on from."""
+    if not checkpoint.name.startswith("version-"):
+        raise ValueError(
+            f"checkpoint.resume: {checkpoint} was put aside when the run went back to an earlier "
+            "one. To go on from it, give it its name version-... again, put newer ones aside, and "
+            "set checkpoint.resume=auto"
+        )
     for newer in sorted(checkpoint.parent.glob("version-*")):
         if newer.name > checkpoint.name:
-            newer.rename(newer.with_name(f"undone-{newer.name}"))
+            earlier = len(list(checkpoint.parent.glob(f"undone-*{newer.name}")))
+            count = f"{earlier + 1}-" if earlier else ""  # the run went back before it before
+            newer.rename(newer.with_name(f"undone-{count}{newer.name}"))
 
 
 def _resuming(config: Config, checkpoint: str) -> Config:
@@ -89,7 +97,10 @@ def _resuming(config: Config, checkpoint: str) -> Config:
 def _check_contents(config: Config, run_dir: RunDir, *, is_new: bool) -> None:
     """Nothing is overwritten by accident, and nothing but a run is gone on with."""
     made_first = {_LOCK, run_dir.logs.name, f".{run_dir.start.name}.tmp"}
-    used = {entry.name for entry in run_dir.path.iterdir()} - made_first
+    try:
+        used = {entry.name for entry in run_dir.path.iterdir()} - made_first
+    except OSError as error:
+        raise ValueError(f"run directory {run_dir.path} cannot be read: {error}") from None
     if not used:
         return
     where = f"run directory {run_dir.path} is not empty"

@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.report.reading import read_run
-from asyncrl.report.summary import outcome
+from asyncrl.report.series import EvalPoint, is_replay
+from asyncrl.report.summary import RunFacts, fates_text, gather, headline, outcome
 from asyncrl.run_dir import RunDir
 
 _EVENT_S = 30.0
@@ -36,6 +37,7 @@ class Progress:
         self._started = time.monotonic()
         self._first_step: tuple[int, float] | None = None
         self._steps_done = 0
+        self._has_header = False
         self._said_at = self._started
         self._buffer_record: dict[str, Any] = {}
         self._live = Live(Text(), console=console, transient=True, auto_refresh=False)
@@ -48,27 +50,34 @@ class Progress:
     def __exit__(self, *exc: object) -> None:
         self._live.stop()
 
-    def update(self, status: dict[str, Any] | None, *, phase: str) -> None:
-        """Prints the records that are new. `status` is None while the buffer does not answer."""
+    def update(self, status: dict[str, Any], *, phase: str) -> None:
+        """Prints the records that are new, and what `status` says is waited for: the last one that
+        the buffer gave, empty before it has given any; then `phase` is said."""
         for record in self._metrics.new_records():
             if "buffer/num_arrived" in record:
                 self._buffer_record = record
             elif "time/step_s" in record:
-                self._step({**self._buffer_record, **record})
+                is_same = self._buffer_record.get("step") == record["step"]
+                self._step({**self._buffer_record, **record} if is_same else record)
             elif "eval/accuracy" in record:
                 self._say(eval_line(record))
-        waiting = (status or {}).get("waiting_for") or phase
+        waiting = status.get("waiting_for") or phase
         if self._console.is_terminal:
             self._live.update(Text(f"{self._elapsed()}  {waiting}", style="dim"), refresh=True)
         elif waiting and time.monotonic() - self._said_at > _EVENT_S:
             self._say(waiting)
 
     def _step(self, record: dict[str, Any]) -> None:
-        self._steps_done = int(record["step"]) + 1
-        if self._first_step is None:
-            self._first_step = (self._steps_done, time.monotonic())
+        if not self._has_header:
+            self._has_header = True
             self._console.print(f"{_HEADER}\n{_UNITS}", style="bold", highlight=False)
-        self._say(f"{step_line(record, self._max_steps)}  {self._time_left():>5}")
+        line = step_line(record, self._max_steps)
+        if is_replay(record):
+            self._say(f"{line}  again")
+            return
+        self._steps_done = int(record["step"]) + 1
+        self._first_step = self._first_step or (self._steps_done, time.monotonic())
+        self._say(f"{line}  {self._time_left():>5}")
 
     def _say(self, text: str) -> None:
         self._said_at = time.monotonic()
@@ -81,7 +90,7 @@ class Progress:
         if self._max_steps is None or self._first_step is None:
             return ""
         first, since = self._first_step
-        if self._steps_done == first:
+        if self._steps_done <= first:
             return ""
         per_step = (time.monotonic() - since) / (self._steps_done - first)
         return minutes(max(0, self._max_steps - self._steps_done) * per_step).strip()
@@ -114,35 +123,25 @@ def minutes(seconds: float) -> str:
 
 
 def print_summary(console: Console, run_dir: RunDir) -> None:
-    """The result of a run in one table."""
-    records = _Tail(run_dir.metrics).new_records()
-    steps = [record for record in records if "time/step_s" in record]
-    rewards = [record for record in records if "buffer/reward_mean" in record]
-    evals = [record for record in records if "eval/accuracy" in record]
+    """The result of a run in one table: numbers of its report."""
+    facts = gather(read_run(run_dir.path))
     table = Table(title=f"run {run_dir.path.name}", title_justify="left", show_header=False)
-    for record in evals:
-        table.add_row(
-            f"held-out accuracy, version {record['eval/version']}",
-            f"{_number(record, 'eval/accuracy', '.3f')}"
-            f"  ({record.get('eval/count')} samples, temperature {record.get('eval/temperature')})",
-        )
-    if steps:
-        table.add_row("training reward, first to last step", _first_to_last(rewards))
-        mean = sum(record.get("staleness/mean") or 0 for record in steps) / len(steps)
-        highest = max(record.get("staleness/max") or 0 for record in steps)
-        table.add_row("staleness of trained tokens", f"mean {mean:.2f}, max {highest:.0f}")
-        seconds = sorted(record.get("time/step_s") or 0 for record in steps)
-        table.add_row("steps", f"{len(steps)}, median {seconds[len(seconds) // 2]:.1f} s")
-    run = read_run(run_dir.path)
-    table.add_row("prompts", ", ".join(f"{n} {state}" for state, n in run.fates.items() if n))
-    table.add_row("ended", outcome(run))
+    for point in facts.evals:
+        table.add_row(f"held-out accuracy, version {point.version}", _accuracy(facts, point))
+    for line in headline(facts):
+        if line.name != "held-out accuracy":
+            table.add_row(line.name, line.value)
+    table.add_row("prompts", fates_text(facts.run.fates))
+    table.add_row("ended", outcome(facts.run))
     table.add_row("files", str(run_dir.path))
     console.print(table)
 
 
-def _first_to_last(records: list[dict[str, Any]]) -> str:
-    first, last = (_number(records[i], "buffer/reward_mean", ".3f") for i in (0, -1))
-    return f"{first} to {last}"
+def _accuracy(facts: RunFacts, point: EvalPoint) -> str:
+    evals = [record for record in facts.run.metrics if "eval/accuracy" in record]
+    record = next(record for record in evals if record["step"] == point.version)
+    samples = f"{record.get('eval/count')} samples, temperature {record.get('eval/temperature')}"
+    return f"{point.accuracy:.3f}  ({samples})"
 
 
 def _number(record: dict[str, Any], name: str, form: str) -> str:

@@ -54,8 +54,7 @@ def become_learner(
     """`ranks`: processes on this machine. Raises ValueError for what the user can mend."""
     config = _load(path, overrides, connect)
     config = with_model(config, find_model(config.model.path))
-    run_dir, config = _join(config, "learner")
-    save_resolved(config, run_dir.config_of("learner"))
+    run_dir, config = _join(config, "learner", name="learner")
     gpus = visible_gpus()
     wanted = config.local.learner_ranks
     ranks = ranks or (wanted if wanted != "auto" else max(1, len(gpus)))
@@ -71,8 +70,7 @@ def become_generator(
     if not _NAME.fullmatch(name) or name in ("buffer", "learner"):
         raise ValueError(f"--name {name}: use letters, digits and _ . -, and not a program's name")
     config = check_generator(_load(path, overrides, connect))
-    run_dir, config = _join(config, "generator")
-    save_resolved(config, run_dir.config_of(name))
+    run_dir, config = _join(config, "generator", name=name)
     arguments = (str(run_dir.config_of(name)), "--connect", config.network.buffer, "--name", name)
     environment = {} if visible_gpus() else _environment(config, 1)
     _become(role_command("generators", *arguments), environment)
@@ -100,9 +98,10 @@ def _load(path: Path, overrides: Sequence[str], connect: str | None) -> Config:
     return config
 
 
-def _join(config: Config, role: Role) -> tuple[RunDir, Config]:
+def _join(config: Config, role: Role, *, name: str) -> tuple[RunDir, Config]:
     """The directory of the run that the buffer serves, made where it is not there, and the
-    configuration that fits it. Raises ValueError when this program does not belong to that run."""
+    configuration that fits it, which is written there. Raises ValueError when this program does not
+    belong to that run, and when nothing can be written there."""
     welcome = _ask_buffer(config)
     if config.run_name not in (None, welcome.run_name):
         raise ValueError(
@@ -113,6 +112,11 @@ def _join(config: Config, role: Role) -> tuple[RunDir, Config]:
     config = as_begun(config.model_copy(update={"run_name": welcome.run_name}), run_dir)
     if lines := mismatches(member_settings(config, role), welcome.settings):
         raise ValueError(refusal(f"this {role}", lines))
+    try:
+        save_resolved(config, run_dir.config_of(name))
+    except OSError as error:
+        raise ValueError(f"run directory {run_dir.path} cannot be written: {error}") from None
+    _say(f"run directory {run_dir.path}")
     return run_dir, config
 
 

@@ -118,8 +118,8 @@ def _fits(row: GroupRow, wanted: Filter) -> bool:
     )
 
 
-def _bound(run: RunRecords, step: int | None) -> int:
-    return next(row.max_staleness for row in run.steps if row.step == step)
+def _bound(run: RunRecords, step: int | None) -> int | None:
+    return next((row.max_staleness for row in run.steps if row.step == step), None)
 
 
 def _rollout_facts(rollout: ShownRollout) -> str:

@@ -16,7 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -25,17 +25,27 @@ from asyncrl.launch.failures import DRAINED, Ending, how_it_ended, judge, tellin
 from asyncrl.launch.monitor import Monitor
 from asyncrl.launch.progress import Progress
 from asyncrl.launch.signals import Signals
+from asyncrl.report.reading import why_failed
 from asyncrl.run_dir import RunDir
 
 TICK_S = 0.5
 LEAVE_S = 30.0
 """How long generators may take to end after buffer and learner have."""
 SAVE_S = 60.0
-"""How long the learner may take to write its last checkpoint once the buffer has failed the run."""
+"""How long the learner may take to write its last checkpoint once the run has failed."""
 GRACE_S = 2.0
 """How long the others may take to end by themselves after the first failure."""
 DRAIN_S = 600.0
 """How long the run may take to stop after one SIGINT: a step and a checkpoint."""
+
+
+class _Failure(NamedTuple):
+    """The first failure: the others follow from it."""
+
+    child: Child
+    how: str
+    reason: str
+    """Why the run has failed, as the buffer declared it; empty: this program alone has."""
 
 
 class Supervisor:
@@ -63,7 +73,7 @@ class Supervisor:
         self._monitor: Monitor | None = None
         self._deadline = math.inf
         self._code: int | None = None
-        self._failed: tuple[Child, str] | None = None
+        self._failed: _Failure | None = None
         self._is_draining = False
         self._is_drain_told = False
         self._num_restarts = 0
@@ -91,7 +101,7 @@ class Supervisor:
         finally:
             if self._monitor is not None:
                 self._monitor.close()
-        return self._exit_code() if self._code is None else self._code
+        return self._outcome() if self._code is None else self._code
 
     def _turn(self, signals: Signals) -> None:
         for number in signals.wait(TICK_S if self._monitor else 0.05):
@@ -102,10 +112,10 @@ class Supervisor:
         self._look()
 
     def _is_worth_waiting(self) -> bool:
-        running = self._children.running()
-        if running and all(child.program.role == "generator" for child in running):
+        there = self._children.unseen()
+        if there and all(child.program.role == "generator" for child in there):
             self._end_within(LEAVE_S)
-        return bool(running) and time.monotonic() < self._deadline
+        return bool(there) and time.monotonic() < self._deadline
 
     def _meet_buffer(self) -> None:
         """Once the buffer listens, the others are started."""
@@ -157,25 +167,30 @@ class Supervisor:
             self._start_again(child, how_it_ended(ending))
         elif verdict != "well":
             spent = "; local.max_restarts is used up" if verdict == "again" else ""
-            self._failed = (child, how_it_ended(ending) + spent)
-            self._end_within(self._patience_s(child))
+            reason = why_failed(self._run_dir.path) if self._may_tell_the_runs_end(child) else ""
+            self._failed = _Failure(child, how_it_ended(ending) + spent, reason)
+            is_saving = bool(reason) and child.program.role == "buffer"
+            self._end_within(SAVE_S if is_saving else GRACE_S)
         elif ending.code not in (0, DRAINED):
-            self._tell(f"{child.name} {how_it_ended(ending)} when the run was over: {child.log}")
+            self._tell(f"{child.name} {how_it_ended(ending)}, but is not needed now: {child.log}")
 
     def _ending(self, child: Child) -> Ending:
         assert child.exit_code is not None
+        is_trained = self._has_ended_well("learner")
+        is_over = self._is_draining or is_trained or self._has_ended_well("buffer")
+        needed = {"generator": not is_over, "buffer": not is_trained, "learner": True}
         return Ending(
             role=child.program.role,
             code=child.exit_code,
             has_worked=child.pid in self._workers,
-            run_is_over=self._is_draining or self._has_ended_well("buffer", "learner"),
+            run_is_over=is_over,
+            is_needed=needed[child.program.role],
         )
 
-    def _has_ended_well(self, *roles: str) -> bool:
-        return any(
-            child.program.role in roles and child.exit_code in (0, DRAINED)
-            for child in self._children.by_name.values()
-        )
+    def _has_ended_well(self, role: str) -> bool:
+        codes = (0, DRAINED) if role == "buffer" else (0,)
+        children = self._children.by_name.values()
+        return any(child.program.role == role and child.exit_code in codes for child in children)
 
     def _start_again(self, child: Child, how: str) -> None:
         self._num_restarts += 1
@@ -185,26 +200,32 @@ class Supervisor:
         )
         self._children.start(child.program)
 
-    def _patience_s(self, failed: Child) -> float:
-        """After a failure of the run itself the learner still writes its last checkpoint."""
-        is_run = failed.program.role == "buffer" and failed.exit_code == 1
-        return SAVE_S if is_run and self.status.get("failed") else GRACE_S
+    def _may_tell_the_runs_end(self, child: Child) -> bool:
+        """Whether this exit code is that of a run that has failed. Before the buffer listens, its
+        journal tells the end of an earlier try."""
+        of_run = child.program.role in ("buffer", "learner") and child.exit_code == 1
+        return of_run and self._monitor is not None
 
     def _end_within(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
-    def _exit_code(self) -> int:
+    def _outcome(self) -> int:
+        """The exit code, after what there is to say on stderr."""
         if self._failed is not None:
-            child, how = self._failed
-            self._report(child, how)
-            return 2 if child.exit_code == 2 else 1
-        if self._is_draining:
-            return DRAINED
-        buffer = self._children.by_name[self._buffer.name]
-        return buffer.exit_code or 0
+            self._report(self._failed)
+            return 2 if self._failed.child.exit_code == 2 else 1
+        if late := [child.name for child in self._children.running()]:
+            self._tell(f"{', '.join(late)} did not end in time: ended now")
+        buffer = self._children.by_name[self._buffer.name].exit_code
+        was_drained = self._is_draining and buffer != 0  # an interrupt may come after the end
+        return DRAINED if was_drained or buffer == DRAINED else 0
 
-    def _report(self, child: Child, how: str) -> None:
-        self._tell(f"{child.name} {how}. What it said last ({child.log}):")
+    def _report(self, failure: _Failure) -> None:
+        child = failure.child
+        if failure.reason:
+            self._tell(f"the run failed: {failure.reason} (logs: {child.log.parent})")
+            return
+        self._tell(f"{child.name} {failure.how}. What it said last ({child.log}):")
         for line in telling_lines(child.log_text()):
             self._errors.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
 
@@ -217,4 +238,4 @@ def _phase(status: dict[str, Any]) -> str:
         return "starting the buffer"
     roles = [member.get("role") for member in status.get("members") or []]
     missing = [role for role in ("learner", "generator") if role not in roles]
-    return f"starting: {' and '.join(missing)} load the model" if missing else "running"
+    return f"starting: no {' and no '.join(missing)} has joined yet" if missing else "running"

@@ -73,6 +73,7 @@ def render(facts: RunFacts, pictures: dict[str, bytes]) -> str:
     config = RunDir(run.path).config
     return template.render(
         name=run.name,
+        path=run.path.resolve(),
         outcome=outcome(run),
         headline=headline(facts),
         pictures=[_picture(name, png) for name, png in pictures.items()],

@@ -11,12 +11,14 @@ import os
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from asyncrl.config.fields import nearest
 from asyncrl.config.yaml_text import YamlError, parse
+from asyncrl.journal import open_read_only
 from asyncrl.journal_tables import BeatRow, EvalRow, GroupRow, PayloadRef, StepRow
 from asyncrl.run_dir import RunDir
 
@@ -115,6 +117,17 @@ def read_run(path: Path) -> RunRecords:
         beats=sorted(beat for beat in tables.rows("beats", BeatRow) if beat.seconds != "{}"),
         metrics=read_metrics(run_dir.metrics),
     )
+
+
+def why_failed(path: Path) -> str:
+    """The reason of a run that has failed, as its buffer declared it; empty for any other."""
+    try:
+        with closing(open_read_only(path)) as database:
+            found = database.execute("SELECT value FROM meta WHERE key='end'").fetchone()
+    except (ValueError, sqlite3.Error):
+        return ""
+    end = json.loads(found[0]) if found and found[0] else {}
+    return str(end["reason"]) if end.get("failed") else ""
 
 
 def read_metrics(path: Path) -> list[Record]:
