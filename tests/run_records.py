@@ -77,6 +77,8 @@ def eval_record(version: int, *, accuracy: float, at: float, attempt: int) -> di
         "attempt": attempt,
         "eval/version": version,
         "eval/accuracy": accuracy,
+        "eval/count": 16,
+        "eval/temperature": 1.0,
         "eval/duration_s": 1.0,
     }
 

@@ -110,6 +110,15 @@ def test_a_run_in_which_many_have_died_is_still_one_screen() -> None:
     assert "and 35 more that are gone" in text
 
 
+def test_whoever_was_refused_of_late_is_named_with_the_reason() -> None:
+    refused = [
+        {"name": f"generator-{i}", "code": "mismatch", "reason": f"no {i}"} for i in (1, 2, 3)
+    ]
+    text = printed(VALUES | {"refused_members": refused})
+    assert "refused generator-3: no 3" in text
+    assert "generator-1: no 1" not in text
+
+
 def test_a_narrow_terminal_keeps_the_names() -> None:
     text = printed(VALUES, width=80)
     assert "generator-1-bb" in text

@@ -12,7 +12,7 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.config.fields import nearest
 from asyncrl.launch.checks import with_model
-from asyncrl.launch.start_model import check_checkpoint, make_start_model, read_origin
+from asyncrl.launch.version_zero import check_checkpoint, make_start_model, read_origin
 from asyncrl.run_dir import RunDir
 
 _LOCK = "launcher.lock"

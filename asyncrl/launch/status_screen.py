@@ -13,12 +13,14 @@ from asyncrl.report.reading import in_order
 SHOWN_LEASES = 5
 SHOWN_GONE = 5
 """Dead members, and those that have left, that have a row."""
+SHOWN_REFUSED = 2
 Values = dict[str, Any]
 
 
 def screen(values: Values) -> RenderableType:
     """Everything on one screen, the most important first."""
     parts: list[RenderableType] = [_head(values), _waiting(values), members_table(values)]
+    parts += [Text(line, style="yellow") for line in refused_lines(values)]
     if values.get("leases"):
         parts.append(leases_table(values))
     return Group(*parts)
@@ -145,6 +147,12 @@ def member_cells(member: Values, values: Values) -> list[str]:
         str(leases) if is_generator else "",
         f"{short(member['last_seen_s'])} ago",
     ]
+
+
+def refused_lines(values: Values) -> list[str]:
+    """Who was not let in of late, and why."""
+    refused = values.get("refused_members") or []
+    return [f"refused {one['name']}: {one['reason']}" for one in refused[-SHOWN_REFUSED:]]
 
 
 def leases_table(values: Values) -> Table:
