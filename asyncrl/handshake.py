@@ -24,7 +24,7 @@ _COMMON = (
 _OF: dict[Role, tuple[str, ...]] = {
     "generator": (
         *("data.chat_template_kwargs", "data.overlong_prompts"),
-        *("sampling.stop", "sampling.stop_token_ids"),
+        *("sampling.stop", "sampling.stop_token_ids", "generator.engine"),
     ),
     "learner": ("prompts_per_step", "max_staleness", "weights.publish_every"),
     "monitor": (),
@@ -47,8 +47,8 @@ def member_settings(config: Config, role: Role) -> Settings:
 
 
 def buffer_settings(config: Config) -> Settings:
-    """What the buffer says: all that any member might. Which engine is used, the first generator
-    says."""
+    """What the buffer says: all that any member might. Which release of the engine is used, the
+    generators that are there say."""
     settings = _values(config, (*_COMMON, *_OF["generator"], *_OF["learner"]))
     settings |= _model_settings(Path(config.model.path))
     return settings | {"reward": _reward(config.reward.path)}

@@ -44,8 +44,6 @@ class Books:
         self.is_resumed = bool(stored.groups)
         self.wall_offset = time.time() - now
         """`wall_offset` + a monotonic time is the wall-clock time."""
-        self.engine = stored.meta.get("engine", "")
-        """What all generators run, as the first one said; empty: none has joined yet."""
         self.prompts = Prompts(
             train, num_epochs=config.max_epochs, seed=config.seed, shuffle=config.data.shuffle
         )
@@ -99,7 +97,6 @@ class Books:
             **self.training.meta(),
             "staleness": self.tally.staleness_json(),
             "not_issued": str(not_issued),
-            "engine": self.engine,
             "evaluating": json.dumps(self.evaluations.versions_due),
             "records_told": str(self.evaluations.num_told),
             "end": end.model_dump_json() if end else "",

@@ -32,7 +32,7 @@ MAX_SHOWN = 20
 
 
 class Joining:
-    """Who may join: the same run, the same protocol, the same settings; and one engine for all."""
+    """Who may join: the same run, the same protocol, the same settings, one engine at a time."""
 
     def __init__(
         self, run: Run, changes: Changes, *, run_id: str, run_name: str, settings: Settings
@@ -47,10 +47,9 @@ class Joining:
         self.num_refused = 0
         """Members that were refused, each counted once."""
 
-    @property
-    def settings(self) -> Settings:
-        """With the engine, once the first generator has said which."""
-        engine = self._run.books.engine
+    def settings(self, member: str) -> Settings:
+        """With the engine of the generators that are there besides this member."""
+        engine = self._run.members.engine(besides=member)
         return self._settings | ({"engine": engine} if engine else {})
 
     async def hello(self, peer: bytes, hello: Hello, *, now: float) -> Message:
@@ -62,16 +61,11 @@ class Joining:
         if hello.member not in members.by_name and hello.role != "monitor":
             log.info("%s (pid %d on %s) has joined", hello.member, hello.pid, hello.host)
         members.hello(peer, hello, now=now)
-        engine = hello.settings.get("engine", "")
-        if engine and not self._run.books.engine:
-            self._run.books.engine = engine
-            log.info("the engine of this run is %s, from %s", engine, hello.member)
-            await self._changes.save()
         return Welcome(
             run_id=self._run_id,
             run_name=self._run_name,
             heartbeat_s=members.heartbeat_s,
-            settings=self.settings,
+            settings=self.settings(hello.member),
         )
 
     def refused_values(self) -> list[dict[str, Any]]:
@@ -88,7 +82,7 @@ class Joining:
         if hello.run_id not in (None, self._run_id):
             reason = f"{hello.member} is of run {hello.run_id}, this buffer serves {self._run_id}"
             return Refused(code="wrong_run", reason=f"{reason}: is network.buffer right?")
-        if lines := mismatches(hello.settings, self.settings):
+        if lines := mismatches(hello.settings, self.settings(hello.member)):
             return Refused(code="mismatch", reason=refusal(hello.member, lines))
         known = self._run.members.by_name.get(hello.member)
         if known is not None and known.role != hello.role:

@@ -35,6 +35,8 @@ class Member:
     pid: int
     """0: not heard since this buffer started; it held leases before."""
     last_seen: float
+    engine: str = ""
+    """Generator: its engine and that one's release, as it said when it joined."""
     alive: bool = True
     is_gone: bool = False
     """It has left, or another learner has taken its place: nobody misses it."""
@@ -103,9 +105,15 @@ class Members:
         if member is None or member.pid == 0:
             member = Member(hello.member, hello.role, hello.host, hello.pid, now, state_since=now)
             self.by_name[hello.member] = member
+        member.engine = hello.settings.get("engine", "")
         self._connect(peer, member)
         self._seen(member, now)
         return member
+
+    def engine(self, *, besides: str = "") -> str:
+        """What the generators that are there run; empty when there is none, `besides` aside."""
+        there = [m.engine for m in self.alive() if m.engine and m.name != besides]
+        return there[0] if there else ""
 
     def expect(self, name: str, *, now: float) -> None:
         """A generator that held leases before the buffer restarted: it may come back."""

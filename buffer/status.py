@@ -35,7 +35,7 @@ def _progress(run: Run) -> dict[str, Any]:
         "learner_metrics": training.metrics,
         "evals": [{"step": r.step, **r.values} for r in books.evaluations.results],
         "forks": training.num_forks,
-        "engine": books.engine,
+        "engine": run.members.engine(),
     }
 
 

@@ -15,7 +15,7 @@ from serving_buffer import Serving, play, serving
 
 from asyncrl.config import Config
 from asyncrl.handshake import buffer_settings, member_settings, mismatches
-from asyncrl.messages import PROTOCOL, Hello, Role, Settings
+from asyncrl.messages import PROTOCOL, Hello, Leave, Role, Settings
 from asyncrl.transport import RefusedError
 from buffer.status import status_values
 
@@ -35,6 +35,7 @@ CHANGED: dict[Role, dict[str, Any]] = {
         "data.overlong_prompts": "drop",
         "sampling.stop": ["\n"],
         "sampling.stop_token_ids": [3],
+        "generator.engine": "vllm",
     },
     "learner": COMMON | {"prompts_per_step": 8, "max_staleness": 3, "weights.publish_every": 2},
 }
@@ -55,11 +56,11 @@ def make(tmp_path: Path, **settings: Any) -> Config:
         (tmp_path / "model").mkdir(exist_ok=True)
         (tmp_path / "model" / name).write_text(f"contents of {name}")
     (tmp_path / "reward.py").write_text("def compute_score(*args): return 1.0\n")
+    settings = {"generator__engine": "scripted", **settings}
     return make_config(
         run_name="mine",
         model__path=str(tmp_path / "model"),
         reward__path=f"{tmp_path / 'reward.py'}:compute_score",
-        generator__engine="scripted",
         max_staleness=1,
         **settings,
     )
@@ -180,24 +181,27 @@ def test_who_agrees_joins_and_a_monitor_needs_no_settings(tmp_path: Path) -> Non
     play(scenario())
 
 
-def test_the_first_generators_engine_is_that_of_the_run_also_after_a_restart(
-    tmp_path: Path,
-) -> None:
-    async def first_life() -> None:
+def test_generators_that_are_there_together_run_one_release_of_the_engine(tmp_path: Path) -> None:
+    async def scenario() -> None:
         async with serving(tmp_path, make_config()) as here:
             await join(here, hello("generator", {"engine": "vllm 0.31"}, "generator-0"))
+            await join(here, hello("generator", {"engine": "vllm 0.31"}, "generator-1"))
             with pytest.raises(RefusedError, match=r"engine is vllm 0.32 .* has vllm 0.31"):
-                await join(here, hello("generator", {"engine": "vllm 0.32"}, "generator-1"))
-
-    async def second_life() -> None:
-        async with serving(tmp_path, make_config()) as here:
+                await join(here, hello("generator", {"engine": "vllm 0.32"}, "generator-2"))
             assert status_values(here.run, now=0.0)["engine"] == "vllm 0.31"
-            with pytest.raises(RefusedError, match=r"engine is scripted .* has vllm 0.31"):
-                await join(here, hello("generator", {"engine": "scripted"}, "generator-2"))
-            await join(here, hello("generator", {"engine": "vllm 0.31"}, "generator-3"))
 
-    play(first_life())
-    play(second_life())
+    play(scenario())
+
+
+def test_with_the_last_generator_of_a_release_gone_another_release_may_come(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config()) as here:
+            await join(here, hello("generator", {"engine": "vllm 0.31"}, "generator-0"))
+            await here.peers[-1].ask(Leave(reason="a slip"))
+            await join(here, hello("generator", {"engine": "vllm 0.32"}, "generator-1"))
+            assert status_values(here.run, now=0.0)["engine"] == "vllm 0.32"
+
+    play(scenario())
 
 
 def test_a_member_that_is_refused_again_and_again_is_told_and_counted_once(
