@@ -40,7 +40,8 @@ class PhaseClock:
         """Seconds of each phase since the clock was made; they add up to its age."""
         with self._lock:
             now = time.monotonic()
-            return {**self._seconds, self._phase: self._seconds[self._phase] + now - self._since}
+            before = self._seconds.get(self._phase, 0.0)
+            return {**self._seconds, self._phase: before + now - self._since}
 
     def take(self) -> dict[str, float]:
         """Seconds of each phase since the last `take`; phases that took none are left out."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from asyncrl.messages import Hello, Message, Welcome
@@ -60,10 +60,11 @@ class ThreadClient:
         """Calls that wait end with Unreachable. Safe to call twice."""
         if self._loop.is_closed():
             return
-        self._run(self._end()).result(timeout=CLOSE_S)
+        wait([self._run(self._end())], timeout=CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLOSE_S)
-        self._loop.close()
+        if not self._thread.is_alive():
+            self._loop.close()
 
     async def _end(self) -> None:
         await self._client.close()

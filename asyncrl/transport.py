@@ -31,8 +31,7 @@ PING_S = 5.0
 """A connection on which three pings in a row find no answer is made anew: a link that was cut may
 never say so."""
 STANDSTILL_S = 1.0
-"""A wait that takes this much too long says that this process stood still (SIGSTOP): that time does
-not count against the buffer."""
+"""A wait that takes this much too long says that this process stood still."""
 
 
 class Unreachable(ConnectionError):
@@ -50,6 +49,23 @@ class RefusedError(RuntimeError):
     def is_misfit(self) -> bool:
         """This side is of another run, protocol or configuration: the user's to mend."""
         return self.code in ("wrong_run", "protocol", "mismatch")
+
+
+class _Deadline:
+    """How long a request may still go unanswered, the time aside in which this process stood still
+    (SIGSTOP): that does not count against the buffer."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._ends = time.monotonic() + seconds
+
+    def left_s(self) -> float:
+        return self._ends - time.monotonic()
+
+    def waited(self, seconds: float, *, at_most_s: float) -> None:
+        """A wait that was to end after `at_most_s` has taken so long."""
+        if seconds > at_most_s + STANDSTILL_S:
+            self._ends += seconds
 
 
 class Client:
@@ -88,13 +104,7 @@ class Client:
         Raises Unreachable, or RefusedError: also when this side does not agree with the settings
         of the buffer (code "mismatch").
         """
-        packet = await self.call(self.hello, deadline_s=deadline_s)
-        welcome: Welcome = packet.message
-        if lines := mismatches(self.hello.settings, welcome.settings):
-            raise RefusedError(Refused(code="mismatch", reason=refusal(self.hello.member, lines)))
-        self.hello = self.hello.model_copy(update={"run_id": welcome.run_id})
-        self.welcome = welcome
-        return welcome
+        return await self._greet(_Deadline(deadline_s))
 
     async def call(
         self, message: Message, *, frames: tuple[bytes, ...] = (), deadline_s: float
@@ -104,14 +114,14 @@ class Client:
         Resends while no reply comes, and says hello again to a buffer that has restarted. Raises
         Unreachable after `deadline_s`, RefusedError when the buffer refuses.
         """
-        ends = time.monotonic() + deadline_s
+        deadline = _Deadline(deadline_s)
         while True:
-            packet = await self._exchange(message, frames, ends, deadline_s)
+            packet = await self._exchange(message, frames, deadline)
             if not isinstance(packet.message, Refused):
                 return packet
-            if packet.message.code != "hello_first" or isinstance(message, Hello):
+            if packet.message.code != "hello_first":
                 raise RefusedError(packet.message)
-            await self.connect(deadline_s=max(0.1, ends - time.monotonic()))
+            await self._greet(deadline)
 
     async def send(self, message: Message) -> None:
         """Sends one message that is not answered; it is lost when the buffer is not there."""
@@ -129,28 +139,37 @@ class Client:
         self._monitor.close()
         self._socket.close()
 
+    async def _greet(self, deadline: _Deadline) -> Welcome:
+        packet = await self._exchange(self.hello, (), deadline)
+        if isinstance(packet.message, Refused):
+            raise RefusedError(packet.message)
+        welcome: Welcome = packet.message
+        if lines := mismatches(self.hello.settings, welcome.settings):
+            raise RefusedError(Refused(code="mismatch", reason=refusal(self.hello.member, lines)))
+        self.hello = self.hello.model_copy(update={"run_id": welcome.run_id})
+        self.welcome = welcome
+        return welcome
+
     async def _exchange(
-        self, message: Message, frames: tuple[bytes, ...], ends: float, deadline_s: float
+        self, message: Message, frames: tuple[bytes, ...], deadline: _Deadline
     ) -> Packet:
         id = next(self._ids)
         reply: asyncio.Future[Packet] = asyncio.get_running_loop().create_future()
         self._waiting[id] = reply
         try:
-            while (left := ends - time.monotonic()) > 0:
-                began, patience_s = time.monotonic(), min(RESEND_S, left)
+            while (left_s := deadline.left_s()) > 0:
+                began, patience_s = time.monotonic(), min(RESEND_S, left_s)
                 again: list[asyncio.Future[Any]] = [reply, self._connected]
                 await self._send(encode(message, id=id, frames=frames))
                 await asyncio.wait(again, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                deadline.waited(time.monotonic() - began, at_most_s=patience_s)
                 if reply.done():
                     return reply.result()
-                took_s = time.monotonic() - began
-                if took_s > patience_s + STANDSTILL_S:
-                    ends += took_s
         finally:
             del self._waiting[id]
         raise Unreachable(
             f"no answer from the buffer at {self.address} to {type(message).__name__} within "
-            f"{deadline_s:g} s: is it running, and is network.buffer its address?"
+            f"{deadline.seconds:g} s: is it running, and is network.buffer its address?"
         )
 
     async def _send(self, parts: list[bytes]) -> None:

@@ -207,6 +207,29 @@ def test_a_process_that_stood_still_does_not_blame_the_buffer() -> None:
     run(main())
 
 
+def test_a_process_that_stood_still_has_time_to_greet_a_buffer_that_has_forgotten_it() -> None:
+    greeted: list[bytes] = []
+
+    async def forgetful(peer: bytes, packet: Packet) -> Any:
+        if isinstance(packet.message, Hello):
+            await asyncio.sleep(0.3)
+            greeted.append(peer)
+            return Welcome(run_id="r", run_name="run", heartbeat_s=1.0, settings={})
+        return Ok() if greeted else Refused(code="hello_first", reason="say hello first")
+
+    async def main() -> None:
+        async with Serving(forgetful) as serving:
+            client = Client(serving.address, hello=HELLO)
+            call = asyncio.create_task(client.call(StatusRequest(), deadline_s=0.8))
+            await asyncio.sleep(0)  # it has been sent
+            await asyncio.sleep(0)
+            time.sleep(2.2)  # as after SIGSTOP and SIGCONT
+            assert (await call).message == Ok()
+            await client.close()
+
+    run(main())
+
+
 class Link:
     """A TCP line to `port` that can be cut: then nothing passes and nobody is told."""
 
