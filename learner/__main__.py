@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
 from asyncrl.clock import PhaseClock
@@ -23,8 +24,8 @@ from asyncrl.config.load import load_resolved
 from asyncrl.run_dir import RunDir
 from asyncrl.thread_client import ThreadClient
 from asyncrl.transport import RefusedError, Unreachable
-from learner.buffer_line import join
-from learner.signals import end_on_signals
+from learner.buffer_line import join, leave
+from learner.signals import EndOnSignals
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,20 +40,28 @@ def main(arguments: list[str] | None = None) -> int:
     run_dir = RunDir(options.config.parent)
     try:
         config = load_resolved(options.config)
-        end_on_signals(run_dir.weights(config) if rank == 0 else None)
+        signals = EndOnSignals(run_dir.weights(config) if rank == 0 else None)
         address = options.connect or config.network.buffer
         client = join(config, run_dir, address=address) if rank == 0 else None
     except (ValueError, Unreachable, RefusedError) as error:
         is_mendable = not isinstance(error, RefusedError) or error.is_misfit
         return _fail(2 if is_mendable else 1, str(error))
-    return _learn(config, run_dir, client, clock)
+    if client is not None:
+        signals.say_goodbye = partial(leave, client)
+    return _learn(config, run_dir, client, clock, signals)
 
 
-def _learn(config: Config, run_dir: RunDir, client: ThreadClient | None, clock: PhaseClock) -> int:
+def _learn(
+    config: Config,
+    run_dir: RunDir,
+    client: ThreadClient | None,
+    clock: PhaseClock,
+    signals: EndOnSignals,
+) -> int:
     from learner.loop import Learner  # torch takes seconds: what can fail without it has not
     from learner.ranks import start_ranks
 
-    learner, has_started = None, False
+    has_started = False
     try:
         ranks = start_ranks()
         learner = Learner(config, run_dir, client=client, ranks=ranks, clock=clock)
@@ -60,8 +69,8 @@ def _learn(config: Config, run_dir: RunDir, client: ThreadClient | None, clock: 
         has_started = True
         return learner.run()
     except Exception as error:
-        if learner is not None:
-            learner.line.close(f"{type(error).__name__}: {error}")
+        signals.hold()
+        signals.say_goodbye(f"{type(error).__name__}: {error}")
         if not has_started and isinstance(error, ValueError):
             return _fail(2, str(error))
         if isinstance(error, RefusedError):

@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 FAREWELL_S = 2.0
 """How long a request may go unanswered once the buffer has said that the run has ended, when it is
 free to leave."""
+LEAVE_S = 1.0
+"""How long this side's own farewell may take."""
 
 
 def join(config: Config, run_dir: RunDir, *, address: str) -> ThreadClient:
@@ -61,6 +63,15 @@ def join(config: Config, run_dir: RunDir, *, address: str) -> ThreadClient:
     client = ThreadClient(address, hello=hello)
     client.connect(deadline_s=config.network.wait_for_buffer_s)
     return client
+
+
+def leave(client: ThreadClient, reason: str) -> None:
+    """Says why this learner ends, from any thread. A buffer that does not hear it within LEAVE_S
+    notices by itself, later."""
+    try:
+        client.call_soon(Leave(reason=reason), deadline_s=LEAVE_S).result(timeout=LEAVE_S)
+    except (Unreachable, RefusedError, TimeoutError) as error:
+        log.debug("no farewell: %s", error)
 
 
 class BufferLine:
@@ -146,15 +157,12 @@ class BufferLine:
 
     def close(self, reason: str) -> None:
         """Says why this learner ends, and hangs up. Safe to call twice."""
-        if self._heartbeat is not None:
-            self._heartbeat.close()  # first: a sign of life after the farewell would undo it
         if self._client is None or self._is_closed:
             return
         self._is_closed = True
-        try:
-            self._client.call(Leave(reason=reason), deadline_s=FAREWELL_S)
-        except (Unreachable, RefusedError) as error:
-            log.debug("no farewell: %s", error)
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        leave(self._client, reason)
         self._client.close()
 
     def _tell(self, message: Message) -> Packet | None:

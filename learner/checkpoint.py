@@ -63,7 +63,8 @@ def training_digest(config: Config) -> str:
 def save_checkpoint(
     root: Path, policy: Policy, optimizer: Optimizer, state: State, *, is_lead: bool
 ) -> None:
-    """Writes one checkpoint under `root`. A collective: every rank gathers, the lead writes.
+    """Writes one checkpoint under `root`. A collective: every rank gathers, the lead writes, and
+    raises OSError when the disk does not take it.
 
     Memory: one float32 copy of the model on the lead's host at a time.
     """
@@ -156,7 +157,10 @@ def _save_tensors(path: Path, named: Iterable[tuple[str, Tensor]], *, is_lead: b
         if is_lead:
             whole[name] = gathered.cpu().contiguous()
     if is_lead:
-        save_file(whole, path)
+        try:
+            save_file(whole, path)
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from None
 
 
 def _load_tensors(path: Path, targets: dict[str, Any]) -> None:

@@ -71,6 +71,8 @@ class Learner:
         """Highest version ever committed when this learner took over; until then it replays."""
         self.snapshot_version = 0
         """Newest version handed to the publisher. Version 0 needs none: generators load it."""
+        self.saved_version = -1
+        """Version of the newest checkpoint; the same on all ranks, whatever each sees on a disk."""
         self.line = BufferLine(client, ranks=ranks, patience_s=config.network.buffer_timeout_s)
         self.publisher = Publisher(
             config.weights,
@@ -90,6 +92,7 @@ class Learner:
         self.version = resume(
             self.policy, self.optimizer, self.config, self.run_dir, ranks=self.ranks
         )
+        self.saved_version = self.version or -1  # 0: perhaps from the beginning, without one
         registered = self.line.register(
             checkpoint_version=self.version, config_digest=training_digest(self.config)
         )
@@ -196,6 +199,7 @@ class Learner:
         save_checkpoint(
             self.run_dir.checkpoints, self.policy, self.optimizer, state, is_lead=self.ranks.is_lead
         )
+        self.saved_version = self.version
         if self.ranks.is_lead:
             prune_checkpoints(self.run_dir.checkpoints, keep_last=self.config.checkpoint.keep_last)
             self.line.checkpointed(list_versions(self.run_dir.checkpoints))
@@ -221,28 +225,24 @@ class Learner:
         is_over = not (end.failed or end.stopped)
         self.clock.enter("drain")
         self.publisher.close(drain_s=DRAIN_S if is_over else 0.0)
-        if self.version not in list_versions(self.run_dir.checkpoints):
+        if self.saved_version != self.version:
             try:
                 self.save()
             except OSError as error:  # a run that fails for want of space says so all the same
                 if not end.failed:
                     raise
                 log.warning("there is no checkpoint of version %d: %s", self.version, error)
-        if is_over:
-            self.export()
-        self.reporter.close()
-        self.line.close("the run has ended")
-        if self.ranks.is_lead:
-            remove_whole(self.run_dir.weights(self.config))
-            print(last_line(end, self.version), file=sys.stderr)
-        return 1 if end.failed else 0
-
-    def export(self) -> None:
-        """The final policy as a Hugging Face directory."""
-        if self.config.checkpoint.export_hf:
+        if is_over and self.config.checkpoint.export_hf:
             self.clock.enter("export")
             is_lead = self.ranks.is_lead
             export_policy(self.run_dir.final, self.policy, self.config.model, is_lead=is_lead)
+        self.reporter.close()
+        last = last_line(end, self.version)
+        self.line.close(last)
+        if self.ranks.is_lead:
+            remove_whole(self.run_dir.weights(self.config))
+            print(last, file=sys.stderr)
+        return 1 if end.failed else 0
 
 
 def _is_multiple(version: int, every: int) -> bool:

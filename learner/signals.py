@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.disk import remove_whole
@@ -12,25 +13,41 @@ from asyncrl.disk import remove_whole
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
-def end_on_signals(published: Path | None) -> None:
-    """From now on SIGTERM ends this process with code 143 and SIGINT with 130, within moments.
+class EndOnSignals:
+    """As long as this exists SIGTERM ends this process with code 143 and SIGINT with 130.
 
     A thread does it: Python's own handlers wait for the main thread, which may be in the middle of
-    a backward pass. Checkpoints are whole or not there, so nothing is cleaned up but `published`,
-    the directory of this run's weights (None: another rank's to remove).
+    a backward pass. Checkpoints are whole or not there, so nothing is cleaned up but the directory
+    of this run's weights.
     """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    for number in _ENDING:
-        signal.signal(number, lambda number, frame: None)  # without one nothing is written
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=_end, args=[reader, published], name="signals", daemon=True).start()
 
+    def __init__(self, published: Path | None) -> None:
+        """`published` is that directory (None: another rank's to remove)."""
+        self.say_goodbye: Callable[[str], None] = lambda reason: None
+        """Called first, with the reason in words; takes a second at most."""
+        self._published = published
+        self._has_come = threading.Event()
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        for number in _ENDING:
+            signal.signal(number, lambda number, frame: None)  # without one nothing is written
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._end, args=[reader], name="signals", daemon=True).start()
 
-def _end(reader: int, published: Path | None) -> None:
-    number = os.read(reader, 1)[0]
-    while number not in _ENDING:
+    def hold(self) -> None:
+        """Does not return once a signal has come: then whatever failed has failed by that, as the
+        other ranks end too."""
+        if self._has_come.is_set():
+            threading.Event().wait()
+
+    def _end(self, reader: int) -> None:
         number = os.read(reader, 1)[0]
-    if published is not None:
-        remove_whole(published)
-    os._exit(128 + number)
+        while number not in _ENDING:
+            number = os.read(reader, 1)[0]
+        self._has_come.set()
+        try:
+            self.say_goodbye(f"ended by {signal.Signals(number).name}")
+            if self._published is not None:
+                remove_whole(self._published)
+        finally:
+            os._exit(128 + number)

@@ -128,12 +128,13 @@ class Publisher:
         )
 
     def close(self, *, drain_s: float) -> bool:
-        """Waits until the newest snapshot is published, at most `drain_s`; True if it is."""
+        """Waits until the newest snapshot is published, at most `drain_s`; True if it is. Else it
+        is given up: nothing is begun any more."""
         with self._state:
             drained = self._state.wait_for(
                 lambda: self._pending is None and self._sending is None, timeout=drain_s
             )
-            self._closed = True
+            self._closed, self._pending = True, None
             self._state.notify_all()
         if not drained:
             log.warning("the newest weights were not published within %.0f s", drain_s)

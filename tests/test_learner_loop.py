@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from learner_cases import make_config, save_model
+from safetensors import SafetensorError
 from scripted_buffer import ScriptedBuffer
 
 from asyncrl.clock import PhaseClock
@@ -63,7 +64,7 @@ def test_each_step_is_committed_then_published_and_the_run_ends_whole(
             assert buffer.heard.index(f"commit {version}") < buffer.heard.index(said)
     assert (tmp_path / "run" / "checkpoints" / "version-00000003").is_dir()
     assert (tmp_path / "run" / "final" / "config.json").exists()
-    assert buffer.heard[-1] == "leave: the run has ended"
+    assert buffer.heard[-1] == "leave: the run has ended at version 3: all steps are trained"
     assert not list((tmp_path / "weights").iterdir()), "nobody needs the published weights now"
 
 
@@ -253,6 +254,7 @@ def test_weights_that_cannot_be_written_are_said_in_signs_of_life_and_end_the_ru
         assert learner.run() == 1
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("the run failed at version 1: no weights could be published in")
+    assert buffer.heard[-1] == f"leave: {error}", "the buffer does not know it otherwise"
     assert "for 0.6 s (3 times weights.timeout_s): FileExistsError: " in error
     assert any("; weights are not published since 0 s: FileExists" in b.state for b in buffer.beats)
     assert (tmp_path / "run" / "checkpoints" / "version-00000001").is_dir()
@@ -289,6 +291,22 @@ def test_a_failed_run_keeps_its_checkpoint_and_says_why(
     assert "the run failed at version 1: all steps are trained" in capsys.readouterr().err
     assert (tmp_path / "run" / "checkpoints" / "version-00000001").is_dir()
     assert not (tmp_path / "run" / "final").exists()
+
+
+def test_a_failed_run_says_why_even_where_no_checkpoint_can_be_written(
+    make_learner: Callable[..., Learner],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise SafetensorError("No space left on device")  # as safetensors says it
+
+    with ScriptedBuffer(num_steps=1) as buffer:
+        buffer.failed = True
+        learner = make_learner(buffer)
+        monkeypatch.setattr("learner.checkpoint.save_file", full)
+        assert learner.run() == 1
+    assert "the run failed at version 1: all steps are trained" in capsys.readouterr().err
 
 
 def test_tokens_over_the_bound_stop_the_learner_before_they_are_trained(

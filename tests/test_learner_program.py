@@ -112,7 +112,33 @@ def test_a_signal_ends_a_learner_at_once_while_torch_computes(
         learner.send_signal(end)
         assert learner.wait(10) == code
         assert time.monotonic() - began < 2
+    assert buffer.heard[-1] == f"leave: ended by {end.name}"
     assert not list((tmp_path / "weights").iterdir())
+
+
+def test_a_signal_ends_a_learner_at_once_when_the_buffer_does_not_answer(
+    start: Start, tmp_path: Path
+) -> None:
+    with ScriptedBuffer(num_steps=1) as buffer:
+        buffer.waiting[0] = 10_000
+        learner = start(buffer.address)
+        buffer.until("register 0")
+    began = time.monotonic()
+    learner.terminate()
+    assert learner.wait(10) == 143
+    assert time.monotonic() - began < 3
+    assert not list((tmp_path / "weights").iterdir())
+
+
+def test_a_learner_that_cannot_begin_says_goodbye(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    with ScriptedBuffer(num_steps=1) as buffer:
+        learner = start(buffer.address)
+        _, errors = learner.communicate(timeout=30)
+        assert learner.returncode == 2
+        assert "cannot be loaded" in errors
+        [goodbye] = buffer.said("leave")
+    assert goodbye.startswith("leave: ValueError: model.path=")
 
 
 def test_a_killed_learner_comes_back_replays_in_silence_and_ends_at_the_same_weights(
@@ -162,6 +188,22 @@ code = program.main()
 sys.stderr.flush()
 os._exit(code)
 """
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_launcher_of_ranks_ends_them_with_a_farewell_and_no_weights_left(
+    start: Start, tmp_path: Path
+) -> None:
+    launcher = ("-m", "asyncrl.launch.ranks", "--standalone", "--nproc-per-node=2")
+    with ScriptedBuffer(num_steps=3) as buffer:
+        buffer.waiting[2] = 10_000
+        ranks = start(buffer.address, program=launcher)
+        buffer.until("published 1.2", timeout_s=90)
+        ranks.terminate()
+        _, errors = ranks.communicate(timeout=15)
+        assert ranks.returncode == 143, errors
+        assert buffer.said("leave") == ["leave: ended by SIGTERM"], errors
+    assert not list((tmp_path / "weights").iterdir())
 
 
 @pytest.mark.slow
