@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from pathlib import Path
+
+_REMOVALS = 5
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -17,11 +18,15 @@ def write_whole(file: Path, text: str) -> None:
 
 def remove_whole(directory: Path) -> None:
     """Removes a directory, if it is there, in which somebody may be writing just now: it loses its
-    name first, so that nothing is written into it any more."""
+    name first, so that nothing is written into it any more, and goes again where it was made anew
+    meanwhile."""
     aside = directory.with_name(f".{directory.name}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        directory.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    for _ in range(_REMOVALS):
+        try:
+            directory.rename(aside)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

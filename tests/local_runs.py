@@ -60,6 +60,12 @@ class Launched:
     run_dir: Path
 
     @property
+    def weights(self) -> Path:
+        """Where the run publishes its weights. Once its configuration is written."""
+        run_dir = RunDir(self.run_dir)
+        return run_dir.weights(load_resolved(run_dir.config))
+
+    @property
     def steps_done(self) -> int:
         metrics = self.run_dir / "metrics.jsonl"
         lines = metrics.read_text().splitlines() if metrics.exists() else []

@@ -10,6 +10,8 @@ from local_runs import launched, run_local, still_running, write_scripted_config
 
 pytestmark = pytest.mark.e2e
 
+FAST = "generator.scripted.tokens_per_s=500"
+
 
 @pytest.fixture
 def config(tmp_path: Path, random_tiny_task: Path) -> Path:
@@ -65,25 +67,28 @@ def test_data_that_ends_before_max_steps_ends_the_run_well(
     rows = tmp_path / "ten.jsonl"
     lines = (random_tiny_task / "train.jsonl").read_text().splitlines(keepends=True)
     rows.write_text("".join(lines[:10]))
-    finished = run_local(config, f"data.train_files=[{rows}]", "max_steps=100", directory=tmp_path)
+    places = (f"data.train_files=[{rows}]", "max_steps=100", FAST)
+    finished = run_local(config, *places, directory=tmp_path)
     assert finished.code == 0, finished.logs()
     assert [record["step"] for record in finished.steps] == [0, 1, 2]
     assert "data exhausted after 3 steps: 10 prompts in 1 epochs" in finished.output
 
 
+BOTH = [(n, bound) for n in (1, 2, 3) for bound in (0, 1, 4)]
 QUICK = [(1, 0), (3, 4)]
-REST = [(n, bound) for n in (1, 2, 3) for bound in (0, 1, 4) if (n, bound) not in QUICK]
 
 
 @pytest.mark.parametrize(
     ("max_steps", "max_staleness"),
-    [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in REST)],
+    [pytest.param(*p, marks=[] if p in QUICK else [pytest.mark.slow]) for p in BOTH],
 )
 def test_every_process_ends_well_with_the_last_steps_checkpoint(
     config: Path, tmp_path: Path, max_steps: int, max_staleness: int
 ) -> None:
+    """With two ranks and two generators where there are steps enough."""
+    several = ("local.learner_ranks=2", "local.generators=2") if max_steps == 3 else ()
     bounds = (f"max_steps={max_steps}", f"max_staleness={max_staleness}")
-    finished = run_local(config, *bounds, "generator.scripted.tokens_per_s=500", directory=tmp_path)
+    finished = run_local(config, *bounds, *several, FAST, directory=tmp_path)
     assert finished.code == 0, finished.logs()
     assert finished.errors == ""
     assert len(finished.steps) == max_steps

@@ -37,7 +37,7 @@ def test_two_nodes_train_one_policy_and_the_first_one_writes(config: Path, tmp_p
         run.start("generator")
         assert [program.wait() for program in run.programs] == [0, 0, 0, 0], run.logs()
         assert [record["step"] for record in run.steps()] == [0, 1, 2, 3]
-        assert buffer.output.count("(pid") == 2, run.logs()  # one learner and one generator
+        assert buffer.output.count("has joined") == 2, run.logs()  # one learner and one generator
         assert (run.run_dir / "checkpoints" / "version-00000004").is_dir()
 
 

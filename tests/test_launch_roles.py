@@ -13,9 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from local_runs import REPOSITORY, run_local, write_scripted_config
+from learner_cases import make_groups
+from local_runs import REPOSITORY, write_scripted_config
 from role_runs import Shells, free_port, shells
 from safetensors.torch import load_file
+
+from asyncrl.config import Config
+from asyncrl.config.load import load_config
+from learner.checkpoint import State, save_checkpoint
+from learner.optimizer import Optimizer
+from learner.policy import load_policy
+from learner.ranks import start_ranks
+from learner.train_step import train_step
 
 pytestmark = pytest.mark.e2e
 
@@ -108,15 +117,22 @@ def test_a_run_directory_has_one_buffer(config: Path, tmp_path: Path) -> None:
         assert f"is in use by process {run.programs[0].pid}" in found.errors
 
 
+def write_checkpoint(config: Config, root: Path) -> Path:
+    """What a learner wrote after one step on made-up groups."""
+    policy = load_policy(config, start_ranks())
+    optimizer = Optimizer(policy, config.learner.optim)
+    train_step(policy, optimizer, make_groups(2), config)
+    state = State(1, optimizer.num_steps, optimizer.num_updates, config.seed, config_digest="")
+    save_checkpoint(root, policy, optimizer, state, is_lead=True)
+    return root / "version-00000001"
+
+
 def test_a_new_run_begins_from_a_checkpoint_of_another_one(config: Path, tmp_path: Path) -> None:
-    fast = "generator.scripted.tokens_per_s=500"
-    first = run_local(config, "max_steps=2", fast, directory=tmp_path, name="first")
-    assert first.code == 0, first.logs()
-    checkpoint = first.run_dir / "checkpoints" / "version-00000002"
+    checkpoint = write_checkpoint(load_config(config), tmp_path / "first")
     with shells(config, tmp_path) as run:
         run.start("buffer", settings=("run_name=run", f"checkpoint.resume={checkpoint}", *ONE_STEP))
         learner = run.start("learner", settings=(*ONE_STEP, "network.wait_for_buffer_s=60"))
-        run.start("generator", settings=(fast, "network.wait_for_buffer_s=60"))
+        run.start("generator", settings=(*ONE_STEP, "network.wait_for_buffer_s=60"))
         assert [program.wait() for program in run.programs] == [0, 0, 0], run.logs()
         assert f"the optimizer state of {checkpoint}" in learner.output
         begun = load_file(run.run_dir / "start" / "model.safetensors")

@@ -122,6 +122,18 @@ def test_an_interrupt_after_the_run_has_ended_changes_nothing(tmp_path: Path) ->
     assert "Ctrl-C again stops now" in done.errors
 
 
+def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
+    done = supervise(
+        tmp_path,
+        buffer="time.sleep(60)",
+        learner="while True: os.kill(os.getppid(), signal.SIGINT); time.sleep(0.1)",
+        generator="time.sleep(60)",
+    )
+    assert done.code == 130
+    assert "Ctrl-C again stops now" in done.errors
+    assert "stopped by SIGINT" in done.errors
+
+
 @pytest.mark.parametrize("first", ["buffer", "learner"])
 def test_a_run_that_fails_says_why_and_not_what_a_program_said_last(
     tmp_path: Path, first: str

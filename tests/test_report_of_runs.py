@@ -81,7 +81,9 @@ def test_a_run_that_failed_before_its_first_step_has_a_report_of_that(
         buffer={"zero_variance": "refill", "max_filtered_in_a_row": 8},
     )
     finished = run_local(config, "generator.scripted.tokens_per_s=500", directory=tmp_path)
-    assert finished.code == 1
+    assert finished.code == 1, finished.logs()
+    [line] = finished.errors.splitlines()
+    assert line.startswith("the run failed: 8 groups in a row gave nothing to train on")
     lines = summary(finished.run_dir / "report" / "report.html")
     assert lines["outcome"].startswith("failed: 8 groups in a row gave nothing to train on")
     assert lines["steps"] == "0"
