@@ -16,19 +16,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from asyncrl.clock import PhaseClock
 from asyncrl.config.load import load_resolved
 from asyncrl.config.schema import Config
 from asyncrl.handshake import member_settings
-from asyncrl.heartbeat import HeartbeatThread
-from asyncrl.messages import Hello, Leave, Welcome
+from asyncrl.messages import Hello
 from asyncrl.run_dir import RunDir
 from asyncrl.transport import Client, RefusedError, Unreachable
 from generators.engine import Engine
+from generators.member import Member
 from generators.rewards import RewardWorkers, UserError
 from generators.scripted_engine import ScriptedEngine
 from generators.tokens import Tokens, vocabulary_size
@@ -37,8 +38,7 @@ from generators.worker import Worker
 
 log = logging.getLogger("generators")
 
-LEAVE_S = 2.0
-"""The longest that a farewell may take."""
+T = TypeVar("T")
 
 
 def main() -> int:
@@ -107,36 +107,53 @@ def _cancel_on_signals() -> list[int]:
 async def _serve(
     config: Config, address: str, hello: Hello, rewards: RewardWorkers, clock: PhaseClock
 ) -> None:
-    """Checks what can be checked without the model while it joins; then works."""
     settings = await asyncio.to_thread(member_settings, config, "generator")
     client = Client(address, hello=hello.model_copy(update={"settings": settings}))
     try:
-        with _starting():
-            joining = asyncio.create_task(
-                client.connect(deadline_s=config.network.wait_for_buffer_s)
-            )
-            try:
-                tokens, engine = await _check(config, rewards)
-                welcome = await joining
-            finally:
-                joining.cancel()
-        worker = Worker(config, engine=engine, tokens=tokens, rewards=rewards, clock=clock)
-        try:
-            await _work(client, welcome, engine, worker)
-        finally:
-            await engine.close()
-            tokens.close()
+        await _take_part(config, client, rewards, clock)
     finally:
         await client.close()
 
 
-async def _check(config: Config, rewards: RewardWorkers) -> tuple[Tokens, Engine]:
-    """Waits for both checks, as neither can be interrupted; raises what the first one found."""
-    started = asyncio.create_task(asyncio.to_thread(rewards.start))
+async def _take_part(
+    config: Config, client: Client, rewards: RewardWorkers, clock: PhaseClock
+) -> None:
+    """From hello to the end of the run, or to a farewell."""
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    parts: tuple[Tokens, Engine] | None = None
     try:
-        return await asyncio.to_thread(_make_parts, config)
+        async with Member(client, ended=ended, clock=clock) as member:
+            with _starting():
+                parts = await _unless_over(ended, _get_ready(config, member, rewards))
+                tokens, engine = parts
+                worker = Worker(
+                    *(config, client, engine, tokens, rewards),
+                    ended=ended,
+                    clock=clock,
+                    on_swap=member.beat_now,
+                )
+                member.look = worker.look
+                await _unless_over(ended, engine.start())
+            log.info("ready after %.1f s", clock.phase_s())
+            await worker.run()
     finally:
-        await started
+        if parts is not None:
+            tokens, engine = parts
+            await engine.close()
+            tokens.close()
+
+
+async def _get_ready(
+    config: Config, member: Member, rewards: RewardWorkers
+) -> tuple[Tokens, Engine]:
+    """Joins, and checks meanwhile what can be checked without the model; raises what is found
+    first."""
+    parts, _, _ = await asyncio.gather(
+        asyncio.to_thread(_make_parts, config),
+        asyncio.to_thread(rewards.start),
+        member.join(deadline_s=config.network.wait_for_buffer_s),
+    )
+    return parts
 
 
 def _make_parts(config: Config) -> tuple[Tokens, Engine]:
@@ -148,56 +165,19 @@ def _make_parts(config: Config) -> tuple[Tokens, Engine]:
     return tokens, VllmEngine(config)
 
 
-async def _work(client: Client, welcome: Welcome, engine: Engine, worker: Worker) -> None:
-    """From the first sign of life to the end of the run, or to a farewell."""
-    loop = asyncio.get_running_loop()
-
-    def on_done() -> None:
-        loop.call_soon_threadsafe(worker.finish)
-
-    heartbeat = HeartbeatThread(
-        client.address,
-        hello=client.hello,
-        interval_s=welcome.heartbeat_s,
-        look=worker.look,
-        on_done=on_done,
-    )
-    heartbeat.start()
-    farewell = ""
+async def _unless_over(ended: asyncio.Future[None], work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. A run that is over before that ends the program, as nothing can
+    interrupt the threads that load."""
+    task = asyncio.create_task(work)
+    either: list[asyncio.Future[Any]] = [task, ended]
     try:
-        await _load(engine, worker)
-        await worker.run(client, on_swap=heartbeat.beat_now)
-    except asyncio.CancelledError:
-        farewell = "ended by a signal"
-        raise
-    except Exception as error:
-        farewell = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        heartbeat.close()  # first: a sign of life after the farewell would undo it
-        if farewell:
-            await _leave(client, farewell)
-
-
-async def _load(engine: Engine, worker: Worker) -> None:
-    """Loads the model; a run that is done meanwhile ends the program, as nothing can interrupt the
-    thread that loads."""
-    began = time.monotonic()
-    loading = asyncio.create_task(engine.start())
-    with _starting():
-        await asyncio.wait({loading, worker.ended}, return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():
-            log.info("the run is done, the model is not needed any more")
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            log.info("the run was done before this generator was ready")
             _end_at_once(0)
-        await loading
-    log.info("the engine is ready after %.1f s", time.monotonic() - began)
-
-
-async def _leave(client: Client, reason: str) -> None:
-    try:
-        await client.call(Leave(reason=reason), deadline_s=LEAVE_S)
-    except (Unreachable, RefusedError) as error:
-        log.info("the buffer was not told: %s", error)
+        return task.result()
+    finally:
+        task.cancel()
 
 
 def _end_at_once(code: int) -> None:

@@ -9,6 +9,7 @@ import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,11 +44,14 @@ class RewardWorkers:
         self._config = config
         self._pool = self._make_pool()
         self._reported = False
+        self._check: Future[None] | None = None
 
     def start(self) -> None:
-        """Starts the workers. Raises ValueError when reward.path names no usable function."""
+        """Starts the workers. Raises ValueError when reward.path names no usable function, and
+        CancelledError when they are closed meanwhile."""
+        self._check = self._pool.schedule(_check_function, args=[self._config.path])
         try:
-            self._pool.schedule(_check_function, args=[self._config.path]).result()
+            self._check.result()
         except (BrokenProcessPool, ProcessExpired) as error:
             raise ValueError(
                 f"reward.path {self._config.path}: importing it ends the process ({error})"
@@ -80,6 +84,8 @@ class RewardWorkers:
     def close(self) -> None:
         """Kills the workers, busy or not."""
         self._pool.stop()
+        if self._check is not None:
+            self._check.cancel()
         for child in multiprocessing.active_children():
             if child.name == WORKERS_NAME:
                 child.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from generators.engine import Engine, EngineError, StagingError, SwapTimes
 log = logging.getLogger(__name__)
 
 RETRY_S = (0.5, 30.0)
-"""Pause after a failed staging: at first, and at most. Newer weights are looked for each time."""
+"""Pause after a failed staging: at first, and at most. Newer weights end it."""
 IDLE_S = 0.05
 """Pause after an answer without new weights, so that a hasty buffer makes no busy loop."""
 PIN_GRACE_S = 0.5
@@ -77,25 +78,31 @@ class WeightsIn:
         self._buffer_timeout_s = buffer_timeout_s
         self._on_pause = on_pause
         self._on_swap = on_swap
+        self._failed: WeightId | None = None
+        """What could not be taken at the last try."""
         self._retry_s = RETRY_S[0]
-        self.doing = ""
+        self.doing = "loading the model"
         """What goes on beside generating, in words; empty: nothing."""
 
     async def catch_up(self, newest: WeightId) -> None:
-        """Returns when `newest`, or something newer, serves."""
-        while self._engine.serving < newest:
+        """The engine has loaded its model. Returns when `newest`, or something newer, serves; or
+        when it could not be taken: the buffer knows what there is to do for older weights, and
+        `run` tries again."""
+        self.doing = ""
+        while self._engine.serving < newest and self._failed is None:
             await self._look()
 
     async def run(self) -> None:
         """Runs until cancelled. Raises EngineError, or Unreachable without a buffer."""
         while True:
+            if self._failed is not None:
+                await self._pause(self._failed)
             await self._look()
 
     async def _look(self) -> None:
         """Waits a while for newer weights, and takes them if there are any."""
-        found = await self._newer()
+        found = await self._newer(self._engine.serving)
         if found is None:
-            await asyncio.sleep(IDLE_S)
             return
         weights, location = found
         try:
@@ -105,18 +112,28 @@ class WeightsIn:
             serving = self._engine.serving
             log.warning("weights %s were not taken, %s serve on: %s", weights, serving, reason)
             self.doing = f"weights {weights} were not taken: {reason}"
-            await asyncio.sleep(self._retry_s)
-            self._retry_s = min(2 * self._retry_s, RETRY_S[1])
+            self._failed = weights
         else:
-            self.doing, self._retry_s = "", RETRY_S[0]
+            self.doing, self._failed, self._retry_s = "", None, RETRY_S[0]
 
-    async def _newer(self) -> tuple[WeightId, str] | None:
-        have = self._engine.serving
+    async def _pause(self, failed: WeightId) -> None:
+        """Until it is time to try `failed` again, or there is something newer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._retry_s):
+                while await self._newer(failed) is None:
+                    pass
+        self._retry_s = min(2 * self._retry_s, RETRY_S[1])
+
+    async def _newer(self, have: WeightId) -> tuple[WeightId, str] | None:
+        """The newest weights and where they are, if they are newer than `have`."""
         watch = WatchWeights(have=list(have))
         packet = await self._client.call(watch, deadline_s=self._buffer_timeout_s)
         found = WeightId(packet.message.inc, packet.message.version)
         location: str = packet.message.location
-        return (found, location) if location and found > have else None
+        if location and found > have:
+            return found, location
+        await asyncio.sleep(IDLE_S)
+        return None
 
     async def _take(self, weights: WeightId, location: str) -> None:
         self.doing = f"staging {weights}"

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.clock import PhaseClock
 from asyncrl.config.schema import Config
 from asyncrl.messages import Failed, Heartbeat, Lease, LeaseRequest, Started, Submit
-from asyncrl.transport import Client, RefusedError
+from asyncrl.transport import Client
 from asyncrl.types import RolloutGroup, WeightId
 from asyncrl.wire import encode_group
 from generators.engine import Engine, SwapTimes
@@ -36,67 +36,60 @@ class Worker:
     def __init__(
         self,
         config: Config,
-        *,
+        client: Client,
         engine: Engine,
         tokens: Tokens,
         rewards: RewardWorkers,
+        *,
+        ended: asyncio.Future[None],
         clock: PhaseClock,
+        on_swap: Callable[[], None],
     ) -> None:
-        """`clock` has been in phase "starting" since the program began."""
+        """`ended` is done when the run is, or fails with what ends this generator; `clock` has been
+        in phase "starting" since the program began; `on_swap` is called when other weights begin to
+        serve."""
         self._config = config
+        self._client = client
         self._engine = engine
+        self._ended = ended
         self._clock = clock
+        self._on_swap = on_swap
         self._maker = GroupMaker(config, engine=engine, tokens=tokens, rewards=rewards)
         limit = config.generator.max_concurrent_rollouts
         capacity = config.generator.vllm.max_num_seqs if limit == "auto" else limit
         self._room = Room(capacity, on_change=self._enter_phase)
         self._pins = EvalPins()
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the run is, or has failed with what ended this generator."""
+        self._weights_in = WeightsIn(
+            engine,
+            client,
+            pins=self._pins,
+            timeout_s=config.weights.timeout_s,
+            buffer_timeout_s=config.network.buffer_timeout_s,
+            on_pause=self._on_pause,
+            on_swap=self._on_weights,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._swapped = asyncio.Event()
-        self._weights_in: WeightsIn | None = None
         self._held: dict[tuple[int, int, int], Lease] = {}
         self._num_in_hand = 0
         self._has_started = False
         self._is_paused = False
         self._paused_s = 0.0
 
-    async def run(self, client: Client, *, on_swap: Callable[[], None]) -> None:
+    async def run(self) -> None:
         """Returns when the run is done; raises what ended it otherwise.
 
-        `on_swap` is called when other weights begin to serve. UserError is the user's to mend (a
-        prompt, the reward function); EngineError, Unreachable and RefusedError are not.
+        The engine has loaded its model. UserError is the user's to mend (a prompt, the reward
+        function); EngineError, Unreachable and RefusedError are not.
         """
-
-        def swapped(times: SwapTimes) -> None:
-            self._paused_s += times.total_s
-            self._swapped.set()
-            on_swap()
-
-        self._client = client
-        self._weights_in = WeightsIn(
-            self._engine,
-            client,
-            pins=self._pins,
-            timeout_s=self._config.weights.timeout_s,
-            buffer_timeout_s=self._config.network.buffer_timeout_s,
-            on_pause=self._on_pause,
-            on_swap=swapped,
-        )
-        self._spawn(self._begin(self._weights_in))
+        self._spawn(self._begin())
         try:
-            await self.ended
+            await self._ended
         finally:
             tasks = list(self._tasks)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def finish(self) -> None:
-        """The run is done: `run` returns."""
-        if not self.ended.done():
-            self.ended.set_result(None)
 
     def look(self) -> Heartbeat:
         """What the generator does now; called from the heartbeat's thread."""
@@ -113,9 +106,13 @@ class Worker:
 
     def _state(self) -> str:
         """The phase, and what the weights do beside it."""
-        beside = "loading the model" if self._weights_in is None else self._weights_in.doing
-        phase = self._clock.phase
+        beside, phase = self._weights_in.doing, self._clock.phase
         return f"{phase}, {beside}" if beside and phase != "swapping" else phase
+
+    def _on_weights(self, times: SwapTimes) -> None:
+        self._paused_s += times.total_s
+        self._swapped.set()
+        self._on_swap()
 
     def _on_pause(self, is_paused: bool) -> None:
         self._is_paused = is_paused
@@ -143,22 +140,18 @@ class Worker:
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is None or self.ended.done():
-            return
-        if isinstance(error, RefusedError) and error.code == "stopping":
-            self.ended.set_result(None)
-        else:
-            self.ended.set_exception(error)
+        if error is not None and not self._ended.done():
+            self._ended.set_exception(error)
 
-    async def _begin(self, weights_in: WeightsIn) -> None:
-        """Takes the newest weights before the first lease: older ones would be given none."""
+    async def _begin(self) -> None:
+        """Takes the newest weights before the first lease: for older ones there may be none."""
         beat = await self._client.call(
             self.look(), deadline_s=self._config.network.buffer_timeout_s
         )
-        await weights_in.catch_up(WeightId(beat.message.inc, beat.message.version))
+        await self._weights_in.catch_up(WeightId(beat.message.inc, beat.message.version))
         self._has_started = True
         self._enter_phase()
-        self._spawn(weights_in.run())
+        self._spawn(self._weights_in.run())
         self._spawn(self._lease_loop())
 
     async def _lease_loop(self) -> None:
@@ -179,8 +172,8 @@ class Worker:
         packet = await self._client.call(request, deadline_s=self._config.network.buffer_timeout_s)
         for lease in packet.message.leases:
             self._spawn(self._serve(lease, self._room.take(lease.num_rollouts)))
-        if packet.message.done:
-            self.finish()
+        if packet.message.done and not self._ended.done():
+            self._ended.set_result(None)
 
     async def _serve(self, lease: Lease, places: Places) -> None:
         """One lease from its start to the buffer's verdict. Whatever the verdict is, the group is

@@ -123,13 +123,12 @@ class Scene:
         self.client = Client(address, hello=HELLO)
         await self.client.connect(deadline_s=5)
         worker = Worker(
-            config,
-            engine=self.engine,
-            tokens=tokens,
-            rewards=rewards,
+            *(config, self.client, self.engine, tokens, rewards),
+            ended=asyncio.get_running_loop().create_future(),
             clock=PhaseClock("starting"),
+            on_swap=lambda: None,
         )
-        task = asyncio.create_task(worker.run(self.client, on_swap=lambda: None))
+        task = asyncio.create_task(worker.run())
         self.running = Running(buffer, worker, task)
         return self.running
 

@@ -40,14 +40,14 @@ def test_the_program_generates_beats_and_exits_0_when_the_run_is_done(
         async with serve([lease(i) for i in range(6)]) as (buffer, address):
             program = start_program(tmp_path, config, address)
             await buffer.until(lambda: len(buffer.groups) == 6, 40)
-            await buffer.until(lambda: len(buffer.beats) > 10)
+            await buffer.until(lambda: buffer.beats[-1].state == "waiting for leases")
             buffer.done = True
             return await ended(program, 8), buffer
 
     code, buffer = run(scenario())
     assert code == 0
-    assert max(beat.num_tokens for beat in buffer.beats) > 0
-    assert "waiting for leases" in {beat.state for beat in buffer.beats}
+    assert buffer.beats[-1].num_tokens > 0
+    assert not buffer.left, "it has heard of the end"
 
 
 def test_ctrl_c_in_a_shell_reaches_all_its_processes_and_shows_no_traceback(
@@ -199,12 +199,60 @@ def test_a_run_that_is_done_while_the_engine_loads_ends_the_program_with_0(
     async def scenario() -> int:
         async with serve([]) as (buffer, address):
             program = start_program(tmp_path, config, address, program=["-c", SLOW_TO_LOAD])
-            await buffer.until(lambda: len(buffer.beats) > 2, 40)
-            assert {beat.state for beat in buffer.beats} == {"starting, loading the model"}
+            loading = "starting, loading the model"
+            await buffer.until(lambda: loading in {beat.state for beat in buffer.beats}, 40)
+            states = {beat.state for beat in buffer.beats}
+            assert states == {"starting", loading}, "signs of life from the welcome on"
             buffer.done = True
             return await ended(program, 4)
 
     assert run(scenario()) == 0
+
+
+ENDLESS_IMPORT = "import time\ntime.sleep(60)\n"
+
+
+def test_a_run_that_is_done_while_the_generator_checks_its_reward_ends_it_with_0(
+    config: Config, tmp_path: Path
+) -> None:
+    reward = tmp_path / "endless.py"
+    reward.write_text(ENDLESS_IMPORT)
+    changed = make_config(Path(config.model.path).parent, reward__path=f"{reward}:score")
+
+    async def scenario() -> int:
+        async with serve([]) as (buffer, address):
+            program = start_program(tmp_path, changed, address)
+            await buffer.until(lambda: len(buffer.beats) > 2, 40)
+            assert {beat.state for beat in buffer.beats} == {"starting"}
+            buffer.done = True
+            return await ended(program, 4)
+
+    assert run(scenario()) == 0
+
+
+@pytest.mark.parametrize("ends_by", ["a signal", "a refusal"])
+def test_a_reward_that_imports_for_ever_holds_up_no_end_of_the_program(
+    config: Config, tmp_path: Path, ends_by: str
+) -> None:
+    reward = tmp_path / "endless.py"
+    reward.write_text(ENDLESS_IMPORT)
+    changed = make_config(Path(config.model.path).parent, reward__path=f"{reward}:score")
+
+    async def scenario() -> tuple[int, list[psutil.Process]]:
+        async with serve([]) as (buffer, address):
+            if ends_by == "a refusal":
+                buffer.settings = {"group_size": "8"}
+            program = start_program(tmp_path, changed, address)
+            await buffer.until(lambda: bool(buffer.hellos), 40)
+            children = psutil.Process(program.pid).children(recursive=True)
+            if ends_by == "a signal":
+                await buffer.until(lambda: len(buffer.beats) > 2)
+                program.send_signal(signal.SIGTERM)
+            return await ended(program, 30), children  # other imports are not interrupted
+
+    code, children = run(scenario())
+    assert code == (143 if ends_by == "a signal" else 2)
+    assert not alive_after(children, timeout_s=1)
 
 
 def test_sigkill_of_the_program_leaves_no_child(config: Config, tmp_path: Path) -> None:

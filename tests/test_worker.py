@@ -95,13 +95,12 @@ def test_a_late_generator_takes_the_newest_weights_before_its_first_lease(
     config: Config, tokens: Tokens, rewards: RewardWorkers
 ) -> None:
     async def scenario() -> tuple[SmallBuffer, list[str]]:
-        engine = BrokenEngine(config, bad=1)
-        late = Scene(config, tokens, rewards, [lease(0)], engine, published=WeightId(2, 5))
+        late = Scene(config, tokens, rewards, [lease(0)], published=WeightId(2, 5))
         async with late as running:
             states = []
             while not running.buffer.requests:
                 states.append(running.worker.look().state)
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
             await running.groups(1)
             await running.done()
             return running.buffer, states
@@ -109,8 +108,31 @@ def test_a_late_generator_takes_the_newest_weights_before_its_first_lease(
     buffer, states = run(scenario())
     assert buffer.requests[0].serving == [2, 5]
     assert {v for r in buffer.groups[0].rollouts for v in r.versions} == {5}
-    assert all(state.startswith("starting") for state in states)
-    assert "starting, weights 2.5 were not taken: tensor x is missing" in states
+    assert states[0] == "starting, loading the model"
+
+
+def test_a_late_generator_that_cannot_have_the_newest_weights_works_with_what_it_has(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    """As while a learner that was stopped is away: the weights that it published are gone."""
+
+    async def scenario() -> tuple[SmallBuffer, str]:
+        engine = BrokenEngine(config, bad=1000)
+        leases = [lease(0), lease(1, min_version=5)]
+        late = Scene(config, tokens, rewards, leases, engine, published=WeightId(2, 5))
+        async with late as running:
+            await running.groups(1)
+            state = running.worker.look().state
+            engine.bad = 0
+            running.buffer.publish(WeightId(3, 5))
+            await running.groups(2)
+            await running.done()
+            return running.buffer, state
+
+    buffer, state = run(scenario())
+    assert "weights 2.5 were not taken: tensor x is missing" in state
+    assert [started.version for started in buffer.started] == [0, 5]
+    assert [group.inc for group in buffer.groups] == [0, 3]
 
 
 def test_a_warm_generator_takes_the_same_version_of_a_later_learner(
@@ -179,6 +201,8 @@ def test_phases_exclude_each_other_and_add_up(config: Config, tokens: Tokens) ->
             while not running.buffer.groups:
                 states.add(running.worker.look().state)
                 await asyncio.sleep(0.01)
+            await running.buffer.until(lambda: not running.worker.look().held)
+            states.add(running.worker.look().state)
             running.buffer.publish(WeightId(1, 1))
             while running.worker.look().serving != [1, 1]:
                 states.add(running.worker.look().state)
@@ -398,7 +422,10 @@ def test_failed_staging_keeps_the_old_version_and_newer_weights_are_taken(
     tokens: Tokens,
     rewards: RewardWorkers,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("generators.weights_in.RETRY_S", (60.0, 60.0))  # newer ones end the pause
+
     async def scenario() -> BrokenEngine:
         engine = BrokenEngine(config, bad=1)
         async with Scene(config, tokens, rewards, [lease(0)], engine) as running:
