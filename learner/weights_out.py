@@ -136,7 +136,7 @@ class Publisher:
             )
             self._closed, self._pending = True, None
             self._state.notify_all()
-        if not drained:
+        if not drained and drain_s:
             log.warning("the newest weights were not published within %.0f s", drain_s)
         return drained
 

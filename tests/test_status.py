@@ -61,7 +61,7 @@ VALUES: dict[str, Any] = {
 
 def printed(values: dict[str, Any], *, width: int = 140) -> str:
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(screen(values))
+    console.print(screen(values, width=width))
     return console.export_text()
 
 
@@ -80,7 +80,9 @@ def test_the_head_of_the_screen_adds_up() -> None:
 
 
 def test_a_member_is_told_in_one_row() -> None:
-    learner, working, dead = (member_cells(member, VALUES) for member in VALUES["members"])
+    learner, working, dead = (
+        list(member_cells(member, VALUES).values()) for member in VALUES["members"]
+    )
     assert working == [
         *("generator-0-aa", "two:12", "generating", "61 s", "7", "0", "1,000", "1", "1.0 s ago")
     ]
@@ -93,6 +95,15 @@ def test_what_is_waited_for_and_the_oldest_lease_are_on_the_screen() -> None:
     assert "waiting for: step 9: need 4 groups, have 3, 2 in flight (for 7.2 s)" in text
     assert text.index("0/41") < text.index("0/40")
     assert "oldest of 2 leases" in text
+
+
+def test_in_80_columns_each_member_still_has_one_row() -> None:
+    rows = printed(VALUES, width=80).splitlines()
+    (row,) = [row for row in rows if "learner-cc" in row]
+    assert "waiting for step 9" in row
+    assert max(len(row) for row in rows) <= 80
+    (header,) = [row for row in rows if row.startswith("member")]
+    assert header.split() == ["member", "state", "since", "version", "tokens/s", "leases"]
 
 
 def test_a_run_without_members_and_one_that_has_ended_are_screens_too() -> None:

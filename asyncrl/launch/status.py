@@ -93,7 +93,7 @@ def _print(values: Values, *, as_json: bool, is_watched: bool) -> None:
     console = Console()
     if is_watched:
         console.clear()
-    console.print(screen(values))
+    console.print(screen(values, width=console.width))
 
 
 def journal_says(path: Path) -> str:

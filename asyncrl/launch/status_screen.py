@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,12 +14,19 @@ SHOWN_LEASES = 5
 SHOWN_GONE = 5
 """Dead members, and those that have left, that have a row."""
 SHOWN_REFUSED = 2
+WIDE = 110
+"""Columns of a terminal from which on the table of members has all of its columns."""
+MEMBER_COLUMNS = (
+    *("member", "where", "state", "since", "version", "behind", "tokens/s", "leases", "heard"),
+)
+ONLY_WIDE = {"where", "behind", "heard"}
 Values = dict[str, Any]
 
 
-def screen(values: Values) -> RenderableType:
-    """Everything on one screen, the most important first."""
-    parts: list[RenderableType] = [_head(values), _waiting(values), members_table(values)]
+def screen(values: Values, *, width: int) -> RenderableType:
+    """Everything on one screen of `width` columns, the most important first."""
+    members = members_table(values, is_wide=width >= WIDE)
+    parts: list[RenderableType] = [_head(values), _waiting(values), members]
     parts += [Text(line, style="yellow") for line in refused_lines(values)]
     if values.get("leases"):
         parts.append(leases_table(values))
@@ -108,19 +115,20 @@ def _waiting(values: Values) -> Text:
     return Text(f"\nwaiting for: {values.get('waiting_for') or 'nothing'}{since}\n", style="bold")
 
 
-def members_table(values: Values) -> Table:
+def members_table(values: Values, *, is_wide: bool) -> Table:
     """One row for each process that is there, and for some of those that were."""
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
-    table.add_column("member", no_wrap=True)
-    table.add_column("where")
-    table.add_column("state", overflow="fold")
-    for name in ("since", "version", "behind", "tokens/s", "leases", "heard"):
-        table.add_column(name, justify="right", no_wrap=True)
+    shown = [name for name in MEMBER_COLUMNS if is_wide or name not in ONLY_WIDE]
+    for name in shown:
+        is_text = name in ("member", "where", "state")
+        justify: JustifyMethod = "left" if is_text else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "state")
     members = sorted(values["members"], key=lambda m: not m["alive"])
     num_alive = sum(member["alive"] for member in members)
     for member in members[: num_alive + SHOWN_GONE]:
         style = "red" if not member["alive"] else "yellow" if member.get("suspended") else ""
-        table.add_row(*member_cells(member, values), style=style)
+        cells = member_cells(member, values)
+        table.add_row(*(cells[name] for name in shown), style=style)
     if len(members) > num_alive + SHOWN_GONE:
         table.add_row(f"and {len(members) - num_alive - SHOWN_GONE} more that are gone")
     if not members:
@@ -128,15 +136,15 @@ def members_table(values: Values) -> Table:
     return table
 
 
-def member_cells(member: Values, values: Values) -> list[str]:
-    """The cells of one row, in the order of the columns."""
+def member_cells(member: Values, values: Values) -> dict[str, str]:
+    """The cells of one row by column, in order."""
     newest = values["published"] if member["role"] == "generator" else values["version"]
     leases = member.get("leases")
     if leases is None:
         leases = sum(lease["member"] == member["name"] for lease in values.get("leases", []))
     is_generator = member["role"] == "generator"
     state = member["state"] if member["alive"] or member["state"] in ("dead", "left") else "dead"
-    return [
+    cells = (
         member["name"],
         f"{member['host']}:{member['pid']}",
         state,
@@ -146,7 +154,8 @@ def member_cells(member: Values, values: Values) -> list[str]:
         f"{member['tokens_per_s']:,.0f}",
         str(leases) if is_generator else "",
         f"{short(member['last_seen_s'])} ago",
-    ]
+    )
+    return dict(zip(MEMBER_COLUMNS, cells, strict=True))
 
 
 def refused_lines(values: Values) -> list[str]:
