@@ -57,6 +57,8 @@ async def _serve(config: Config, run_dir: RunDir) -> int:
         write_whole(run_dir.buffer_address, server.address)
         logging.info("listening on %s", server.address)
         code = await _serve_to_end(server)
+        if run.end is not None and run.end.stopped:
+            logging.info(run.end.reason)
     finally:
         journal.close()
     return TERMINATED if stopped.is_set() else code

@@ -43,8 +43,11 @@ class Ending:
         """None as long as the run goes on."""
         if not self._stopped_by:
             return self._end
-        where = f"at version {self._training.position}"
-        reason = f"stopped by {self._stopped_by} {where}; go on with checkpoint.resume=auto"
+        name = f"run_name={self._config.run_name} " if self._config.run_name else ""
+        reason = (
+            f"stopped by {self._stopped_by} at version {self._training.position}; go on with the "
+            f"same command and {name}checkpoint.resume=auto"
+        )
         return End(reason=reason, stopped=True, records=[])
 
     def advance(self, *, now: float) -> None:

@@ -44,10 +44,7 @@ def last_line(end: End, version: int) -> str:
     if end.failed:
         return f"the run failed at version {version}: {end.reason}"
     if end.stopped:
-        return (
-            f"stopped at version {version}, which is in a checkpoint; start it again with "
-            f"checkpoint.resume=auto to go on ({end.reason})"
-        )
+        return f"version {version} is in a checkpoint: {end.reason}"
     return f"the run has ended at version {version}: {end.reason}"
 
 

@@ -39,7 +39,8 @@ def test_a_drained_run_goes_on_and_trains_every_prompt_once(
             end = await learner.end()
             assert end.stopped and not end.failed
             assert end.reason == (
-                f"stopped by SIGINT at version {drained_at + 1}; go on with checkpoint.resume=auto"
+                f"stopped by SIGINT at version {drained_at + 1}; go on with the same command and "
+                "checkpoint.resume=auto"
             )
             await asyncio.gather(*workers)
             assert await here.task == STOPPED

@@ -84,6 +84,7 @@ def test_a_port_that_is_taken_is_told_with_its_address(config: Path, tmp_path: P
     assert found.code == 2
     assert f"cannot listen on {address}" in found.errors
     assert found.seconds < 15
+    assert [path for path in tmp_path.iterdir() if (path / "run_id").exists()] == []
 
 
 def test_what_does_not_belong_to_the_run_is_refused_and_the_run_is_not_disturbed(

@@ -80,8 +80,7 @@ def test_a_stop_ends_the_run_after_the_step_with_a_checkpoint_and_without_an_exp
     assert (tmp_path / "run" / "checkpoints" / "version-00000002").is_dir()
     assert not (tmp_path / "run" / "final").exists()
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "version 2" in last
-    assert "checkpoint.resume=auto to go on (stopped by SIGINT)" in last
+    assert last == "version 2 is in a checkpoint: stopped by SIGINT"
 
 
 def test_a_stop_ends_a_learner_that_waits_for_a_batch_and_the_run_goes_on_later(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
+from asyncrl.address import Address
 from asyncrl.config import Config
 from asyncrl.launch.models import find_model
 from asyncrl.tasks.prompts import check_prompts
@@ -33,6 +35,21 @@ def check_generator(config: Config) -> Config:
     """The same for what a generator needs by itself: its rows come from the buffer."""
     resolve(config.reward.path)
     return with_model(config, find_model(config.model.path))
+
+
+def check_port(config: Config) -> None:
+    """Raises ValueError when network.buffer is taken: before a run directory is made for nothing."""
+    address = Address.parse(config.network.buffer)
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as error:
+            raise ValueError(
+                f"cannot listen on {address}: {error.strerror}. Is another run using this port? "
+                "Set network.buffer to a free one"
+            ) from None
 
 
 def with_model(config: Config, directory: Path) -> Config:

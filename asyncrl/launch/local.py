@@ -10,7 +10,7 @@ from rich.console import Console
 
 from asyncrl.config import Config
 from asyncrl.config.load import load_config, save_resolved
-from asyncrl.launch.checks import check_run
+from asyncrl.launch.checks import check_port, check_run
 from asyncrl.launch.children import Children, Program, role_command
 from asyncrl.launch.failures import DRAINED
 from asyncrl.launch.open_run import open_run_dir
@@ -28,6 +28,7 @@ def run_local(path: Path, overrides: Sequence[str]) -> int:
     Raises ValueError for what the user can mend before anything was started.
     """
     config = check_run(load_config(path, overrides))
+    check_port(config)
     placement = place(config, gpus=visible_gpus(), num_cores=count_cores())
     console, errors = Console(), Console(stderr=True)
     with Signals() as signals, open_run_dir(config, config_name=path.stem) as (run_dir, config):

@@ -21,7 +21,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import load_config, save_resolved
 from asyncrl.disk import write_whole
 from asyncrl.handshake import member_settings, mismatches, refusal
-from asyncrl.launch.checks import check_generator, check_run, with_model
+from asyncrl.launch.checks import check_generator, check_port, check_run, with_model
 from asyncrl.launch.children import role_command
 from asyncrl.launch.models import find_model
 from asyncrl.launch.open_run import as_begun, open_run_dir
@@ -39,6 +39,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 def become_buffer(path: Path, overrides: Sequence[str]) -> NoReturn:
     """Raises ValueError for what the user can mend."""
     config = check_run(load_config(path, overrides))
+    check_port(config)
     with open_run_dir(config, config_name=path.stem) as (run_dir, config):
         address = Address.parse(config.network.buffer)
         if address.port:  # else one that goes on comes back where the others look for it
