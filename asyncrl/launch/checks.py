@@ -38,7 +38,7 @@ def check_generator(config: Config) -> Config:
 
 
 def check_port(config: Config) -> None:
-    """Raises ValueError when network.buffer is taken: before a run directory is made for nothing."""
+    """Before a run directory is made for nothing: ValueError when network.buffer is taken."""
     address = Address.parse(config.network.buffer)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family) as probe:
