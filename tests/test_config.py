@@ -381,3 +381,10 @@ def test_addresses_of_all_kinds_go_through_one_parser(
 def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match=r"tcp://|IPv6"):
         Address.parse(text)
+
+
+def test_a_key_that_stands_elsewhere_and_one_of_verl_are_told_as_such(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key, did you mean 'checkpoint\.resume'"):
+        load_config(file, ["resume=auto"])
+    with pytest.raises(ConfigError, match=r"is a key of verl: docs/verl\.md"):
+        load_config(file, ["actor_rollout_ref.rollout.n=8"])

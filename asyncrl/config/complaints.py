@@ -21,6 +21,10 @@ from asyncrl.config.fields import (
 from asyncrl.config.yaml_text import KeyPath
 
 
+_OF_VERL = {"actor_rollout_ref", "trainer", "custom_reward_function", "async_training"}
+"""Sections that people coming from verl write."""
+
+
 class Sources:
     """Remembers where each value was set: `demo.yaml:12`, or which override."""
 
@@ -96,8 +100,10 @@ def _unknown_key(path: KeyPath) -> str:
     section = section_at(path[:-1])
     known = list(section.model_fields) if section else []
     key = str(path[-1])
+    if path[0] in _OF_VERL:
+        return "is a key of verl: docs/verl.md says what it is called here"
     elsewhere = [f", did you mean {full!r}?" for full in keys_named(key)]
-    guess = nearest(key, known) or "".join(elsewhere[:1])
+    guess = "".join(elsewhere[:1]) or nearest(key, known)
     return f"unknown key{guess} (known here: {', '.join(known)})"
 
 
