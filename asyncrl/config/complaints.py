@@ -20,7 +20,6 @@ from asyncrl.config.fields import (
 )
 from asyncrl.config.yaml_text import KeyPath
 
-
 _OF_VERL = {"actor_rollout_ref", "trainer", "custom_reward_function", "async_training"}
 """Sections that people coming from verl write."""
 
