@@ -31,7 +31,7 @@ _KIND_OF_PHASE = {
     "forward_backward": "work",
     "optimizer": "work",
     "wait_batch": "wait",
-    "commit": "weights",
+    "commit": "wait",
     "snapshot": "weights",
     "drain": "weights",
     "checkpoint": "save",
