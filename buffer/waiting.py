@@ -44,6 +44,9 @@ class Waits:
 
     def seconds(self, *, now: float) -> float:
         """How long what `text` tells has been waited for."""
+        silent = [m for m in self._members.named(self._training.owner) if not m.alive]
+        if silent and self._is_for_learner:
+            return now - silent[0].last_seen
         policy = self._ledger.policy
         if not policy.exhausted:
             return self.learner_s(now=now) or 0.0
@@ -55,13 +58,20 @@ class Waits:
         """What the next batch, or the end of the run, waits for."""
         evaluating = self._evaluations.describe()
         missing = self.missing_learner(now=now)
-        if not self._ledger.policy.exhausted:
+        if self._is_for_learner:
+            is_named = bool(self._members.named(self._training.owner))
+            parts = [self._training_text(now), "" if is_named else missing]
+        elif not self._ledger.policy.exhausted:
             parts = [self._batch_text(now), evaluating, missing]
-        elif self.is_training:
-            parts = [self._training_text(now), missing]
         else:
             parts = [evaluating or "the end of the run"]
         return "; ".join(part for part in parts if part)
+
+    @property
+    def _is_for_learner(self) -> bool:
+        """The learner has a batch to train, and no group is missing for the next one."""
+        policy = self._ledger.policy
+        return self.is_training and (policy.exhausted or policy.num_missing() == 0)
 
     @property
     def is_training(self) -> bool:
@@ -120,7 +130,7 @@ class Waits:
         """What the learner does while the batch it would fetch next is complete, or cannot be."""
         step, next_step = self._training.position, self._ledger.policy.next_step
         if step < next_step:
-            text = f"step {step} of {next_step} is being trained"
+            text = f"step {step} is being trained"
             for member in self._members.named(self._training.owner):
                 text += f" by {member.name} ({member.condition(now=now)})"
             return text
