@@ -134,7 +134,7 @@ async def _take_part(
                 )
                 member.look = worker.look
                 await _unless_over(ended, engine.start())
-            log.info("ready after %.1f s", clock.phase_s())
+            log.info("the engine is ready, %.1f s after the start", clock.phase_s())
             await worker.run()
     finally:
         if parts is not None:

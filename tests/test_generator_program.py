@@ -67,7 +67,10 @@ def test_ctrl_c_in_a_shell_reaches_all_its_processes_and_shows_no_traceback(
     assert "leaked" not in errors
 
 
-@pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_the_program_with_a_farewell_and_without_a_child(
     config: Config, tmp_path: Path, end: int, code: int
 ) -> None:
@@ -193,6 +196,7 @@ sys.exit(program.main())
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_while_the_engine_loads_ends_the_program_with_0(
     config: Config, tmp_path: Path
 ) -> None:
@@ -230,7 +234,7 @@ def test_a_run_that_is_done_while_the_generator_checks_its_reward_ends_it_with_0
     assert run(scenario()) == 0
 
 
-@pytest.mark.parametrize("ends_by", ["a signal", "a refusal"])
+@pytest.mark.parametrize("ends_by", ["a signal", pytest.param("a refusal", marks=pytest.mark.slow)])
 def test_a_reward_that_imports_for_ever_holds_up_no_end_of_the_program(
     config: Config, tmp_path: Path, ends_by: str
 ) -> None:

@@ -94,7 +94,10 @@ sys.exit(program.main())
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_a_learner_at_once_while_torch_computes(
     start: Start, tmp_path: Path, end: signal.Signals, code: int
 ) -> None:
