@@ -18,7 +18,8 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """The resolved configuration, written by whoever opened the directory."""
+        """The resolved configuration of the run, written by its buffer once it listens: what a run
+        cannot go on with never gets here."""
         return self.path / "config.yaml"
 
     @property
@@ -61,7 +62,8 @@ class RunDir:
         return self.path / "final"
 
     def config_of(self, name: str) -> Path:
-        """The resolved configuration of a program that was started by a command of its own."""
+        """The resolved configuration that a program was started with: the buffer, and those that
+        were started by commands of their own."""
         return self.path / f"config.{name}.yaml"
 
     def read_run_id(self) -> str | None:

@@ -18,8 +18,9 @@ import sys
 import time
 from pathlib import Path
 
+from asyncrl.address import Address
 from asyncrl.config import Config
-from asyncrl.config.load import load_resolved
+from asyncrl.config.load import load_resolved, save_resolved
 from asyncrl.disk import write_whole
 from asyncrl.handshake import buffer_settings
 from asyncrl.journal import Journal
@@ -54,6 +55,7 @@ async def _serve(config: Config, run_dir: RunDir) -> int:
         run = Run(config, train=rows.train, val=rows.val, journal=journal, now=time.monotonic())
         server = _listen(run, config.network.buffer, run_dir)
         stopped = _obey_signals(server)
+        save_resolved(config, run_dir.config)
         write_whole(run_dir.buffer_address, server.address)
         logging.info("listening on %s", server.address)
         code = await _serve_to_end(server)
@@ -75,7 +77,7 @@ async def _serve_to_end(server: BufferServer) -> int:
 def _listen(run: Run, address: str, run_dir: RunDir) -> BufferServer:
     """A restarted buffer comes back where the others look for it, also after a port of 0."""
     before = run_dir.buffer_address
-    if before.exists():
+    if Address.parse(address).port == 0 and before.exists():
         address = before.read_text().strip()
     return BufferServer(
         run,

@@ -118,6 +118,19 @@ def test_a_run_directory_has_one_buffer(config: Path, tmp_path: Path) -> None:
         assert f"is in use by process {run.programs[0].pid}" in found.errors
 
 
+def test_settings_that_a_run_cannot_go_on_with_leave_its_configuration_as_it_was(
+    config: Path, tmp_path: Path
+) -> None:
+    with listening(config, tmp_path) as run:
+        run.programs[0].kill()
+        before = (run.run_dir / "config.yaml").read_bytes()
+        again = ("run_name=run", "checkpoint.resume=auto", f"network.buffer={run.address}")
+        found = refused(config, "buffer", f"output_dir={tmp_path}", *again, "group_size=3")
+        assert found.code == 2
+        assert "group_size of this run was 2, now it is 3" in found.errors
+        assert (run.run_dir / "config.yaml").read_bytes() == before
+
+
 def write_checkpoint(config: Config, root: Path) -> Path:
     """What a learner wrote after one step on made-up groups."""
     policy = load_policy(config, start_ranks())

@@ -365,3 +365,10 @@ def test_a_member_that_had_said_nothing_yet_is_no_sign_of_work(known: Path) -> N
 
 def test_torn_lines_of_metrics_are_passed_over(known: Path) -> None:
     assert len(read_metrics(known / "metrics.jsonl")) == 2 * 8 + 2
+
+
+def test_lines_of_the_metrics_file_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
+    good = {"step": 1, "time": 5.0, "train/loss": 0.5}
+    lines = [json.dumps(good), "null", "[1]", '{"step": 2, "time/step_s": 1.0}', '{"step": 3, "ti']
+    (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\xff\x00\n")
+    assert read_metrics(tmp_path / "metrics.jsonl") == [good]

@@ -34,7 +34,7 @@ def run_local(path: Path, overrides: Sequence[str]) -> int:
     with Signals() as signals, open_run_dir(config, config_name=path.stem) as (run_dir, config):
         run_dir.buffer_address.unlink(missing_ok=True)  # everybody is new: any port will do
         config = placement.in_config(config)
-        save_resolved(config, run_dir.config)
+        save_resolved(config, run_dir.config_of("buffer"))
         console.print(f"run directory {run_dir.path}", highlight=False, soft_wrap=True)
         console.print(placement.describe(), highlight=False)
         try:
@@ -73,10 +73,11 @@ def _supervisor(
     console: Console,
     errors: Console,
 ) -> Supervisor:
+    command = role_command("buffer", str(run_dir.config_of("buffer")))
     return Supervisor(
         run_dir,
         children,
-        buffer=Program("buffer", "buffer", role_command("buffer", str(run_dir.config)), {}),
+        buffer=Program("buffer", "buffer", command, {}),
         others=lambda address: _others(run_dir, placement, address),
         max_restarts=config.local.max_restarts,
         progress=Progress(console, run_dir, max_steps=config.max_steps),

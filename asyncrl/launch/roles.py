@@ -41,12 +41,9 @@ def become_buffer(path: Path, overrides: Sequence[str]) -> NoReturn:
     config = check_run(load_config(path, overrides))
     check_port(config)
     with open_run_dir(config, config_name=path.stem) as (run_dir, config):
-        address = Address.parse(config.network.buffer)
-        if address.port:  # else one that goes on comes back where the others look for it
-            run_dir.buffer_address.unlink(missing_ok=True)
-        save_resolved(config, run_dir.config)
-        _say_where(run_dir, address, [str(path), *overrides])
-        _become(role_command("buffer", str(run_dir.config)), {})
+        save_resolved(config, run_dir.config_of("buffer"))
+        _say_where(run_dir, Address.parse(config.network.buffer), [str(path), *overrides])
+        _become(role_command("buffer", str(run_dir.config_of("buffer"))), {})
 
 
 def become_learner(

@@ -63,7 +63,7 @@ def _address(path: Path | None, connect: str | None) -> str:
     file = RunDir(path).buffer_address
     if not file.exists():
         raise ValueError(f"{path}: no buffer has listened here yet. {journal_says(path)}")
-    return file.read_text().strip()
+    return str(Address.parse(file.read_text().strip()))
 
 
 def _connect(client: ThreadClient, address: str, path: Path | None) -> str:

@@ -89,11 +89,11 @@ class RunRecords:
 def find_run(name: str) -> Path:
     """The run directory that `name` is, or the one of that name in runs/. Raises ValueError."""
     for path in (Path(name), RUNS / name):
-        if any((path / file).is_file() for file in ("config.yaml", "journal.sqlite")):
+        if any((path / file).is_file() for file in ("run_id", "journal.sqlite")):
             return path
     here = [path.name for path in RUNS.iterdir()] if RUNS.is_dir() else []
     raise ValueError(
-        f"{name}: neither a run directory (it would hold config.yaml) nor the name of one in "
+        f"{name}: neither a run directory (it would hold run_id) nor the name of one in "
         f"{RUNS}/{nearest(name, here)}"
     )
 
@@ -131,7 +131,8 @@ def why_failed(path: Path) -> str:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics file. Lines that a killed writer left torn are passed over."""
+    """The records of a metrics file. Torn lines, and those that lack a number that every record
+    has, are passed over."""
     if not path.exists():
         return []
     records = []
@@ -140,7 +141,10 @@ def read_metrics(path: Path) -> list[Record]:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and "step" in record:
+        numbers = (
+            [record.get(name) for name in ("step", "time")] if isinstance(record, dict) else []
+        )
+        if numbers and all(isinstance(number, int | float) for number in numbers):
             records.append(record)
     return records
 
