@@ -10,13 +10,14 @@ import logging
 from asyncrl.config import Config
 from asyncrl.messages import End
 from buffer.books import Books
-from buffer.members import Member
+from buffer.members import Member, Members
 from buffer.watch import Watch
 
 log = logging.getLogger(__name__)
 
 RETURN_S = 120.0
-"""How long a restarted buffer whose steps are all trained waits for the learner to come back."""
+"""How long a run whose steps are all trained waits for a learner that has died, or has not been
+heard since the buffer was started again: without it there is no last checkpoint."""
 LEAVE_S = 10.0
 """How long the buffer stays after the end of the run for members that have not heard of it."""
 TRAINING_LEAVE_S = 60.0
@@ -26,9 +27,10 @@ TRAINING_LEAVE_S = 60.0
 class Ending:
     """The end of one run: well, failed, or stopped (then it can go on)."""
 
-    def __init__(self, config: Config, books: Books, *, now: float) -> None:
+    def __init__(self, config: Config, books: Books, members: Members, *, now: float) -> None:
         """`now` is when this buffer began."""
         self._config = config
+        self._members = members
         self._ledger = books.ledger
         self._training = books.training
         self._evaluations = books.evaluations
@@ -83,10 +85,13 @@ class Ending:
             self._end = None
 
     def _is_trained(self, now: float) -> bool:
-        """The current learner has trained every step. After a restart it has to say so first: it
-        may come back from an earlier checkpoint."""
-        here = self._training.is_present or now - self._began_at > RETURN_S
-        return here and self._training.position == self._ledger.policy.next_step
+        """The current learner has trained every step. After a restart it has to say so first, and
+        one that has died is waited for: it may come back from an earlier checkpoint."""
+        learner = self._members.named(self._training.owner)
+        here = self._training.is_present and all(member.alive for member in learner)
+        away_since = max([self._began_at, *(member.last_seen for member in learner)])
+        may_end = here or now - away_since > RETURN_S
+        return may_end and self._training.position == self._ledger.policy.next_step
 
     def _why_over(self) -> str:
         steps, config = self._ledger.policy.next_step, self._config

@@ -63,7 +63,7 @@ class Run:
         self.watch = Watch(config, self.books, now=now)
         self.members = self.watch.members
         self.generation = Generation(config, self.books, self.watch)
-        self.ending = Ending(config, self.books, now=now)
+        self.ending = Ending(config, self.books, self.members, now=now)
         self._waited_for = ""
 
     @property

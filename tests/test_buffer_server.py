@@ -462,6 +462,33 @@ def test_a_learner_that_comes_back_while_others_hear_of_the_end_is_waited_for(
     play(scenario())
 
 
+def test_a_learner_that_dies_during_the_last_evaluation_is_waited_for(tmp_path: Path) -> None:
+    config = make_config(max_steps=2, eval__every=0, eval__before_training=False)
+
+    async def scenario() -> None:
+        async with serving(tmp_path, config, train=8, val=1) as here:
+            learner, generator = here.learner(), here.generator()
+            await learner.register()
+            for step in range(2):
+                for lease in await generator.lease(4):
+                    await generator.submit(lease)
+                await learner.fetch(step)
+                await learner.commit()
+                await generator.beat()
+            await learner.leave()
+            (row,) = await generator.lease(1)
+            assert row.kind == "eval"
+            await generator.submit(row)
+            await asyncio.sleep(0.3)
+            assert here.run.end is None, "nobody has the last checkpoint yet"
+            again = here.learner("learner-1")
+            await again.register(1)
+            assert (await again.train()) is not None
+            assert sorted(again.batches) == [1]
+
+    play(scenario())
+
+
 def test_a_restarted_buffer_ends_a_trained_run_whose_learner_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
