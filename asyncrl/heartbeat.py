@@ -26,9 +26,12 @@ class HeartbeatThread:
         on_done: Callable[[], None],
     ) -> None:
         """`look` and `on_done` (the buffer says that the run has ended) run in the thread."""
+        self.look = look
+        """May be replaced by one that knows more."""
+        self.is_done = False
+        """The buffer has said that the run has ended, or is being stopped."""
         self._client = ThreadClient(address, hello=hello)
         self._interval_s = interval_s
-        self._look = look
         self._on_done = on_done
         self._wake = threading.Event()
         self._stopped = False
@@ -53,13 +56,14 @@ class HeartbeatThread:
         while not self._stopped:
             try:
                 # Several beats may be lost before anybody is thought dead: this one may wait.
-                packet = self._client.call(self._look(), deadline_s=self._interval_s)
+                packet = self._client.call(self.look(), deadline_s=self._interval_s)
             except Unreachable:
                 continue
             except RefusedError as error:
                 log.warning("a heartbeat was refused: %s", error)
             else:
                 if isinstance(packet.message, Beat) and packet.message.done:
+                    self.is_done = True
                     self._on_done()
             self._wake.wait(self._interval_s)
             self._wake.clear()

@@ -20,6 +20,8 @@ RETURN_S = 120.0
 heard since the buffer was started again: without it there is no last checkpoint."""
 LEAVE_S = 10.0
 """How long the buffer stays after the end of the run for members that have not heard of it."""
+LATELY_S = 30.0
+"""A member that fell silent not longer ago than this may only be loading: it, too, may hear."""
 TRAINING_LEAVE_S = 60.0
 """The same for a learner that is in the middle of a step."""
 
@@ -138,7 +140,11 @@ class Farewell:
 
     def _all_told(self, now: float) -> bool:
         members = self._watch.members
-        told = all(member.heard_end for member in [*members.alive(), *members.learners()])
+        told = all(
+            member.heard_end
+            for member in [*members.generators(), *members.learners()]
+            if member.alive or (not member.is_gone and now - member.last_seen < LATELY_S)
+        )
         just_resumed = self._books.is_resumed and now - self._began_at < members.silence_s
         is_away = bool(self._books.training.owner) and self._learner() is None
         return told and not self._is_training() and not just_resumed and not is_away

@@ -22,9 +22,8 @@ from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.config.load import load_resolved
 from asyncrl.run_dir import RunDir
-from asyncrl.thread_client import ThreadClient
 from asyncrl.transport import RefusedError, Unreachable
-from learner.buffer_line import join, leave
+from learner.buffer_line import Connection, RunIsOver, join, leave
 from learner.signals import EndOnSignals
 
 
@@ -42,19 +41,19 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_resolved(options.config)
         signals = EndOnSignals(run_dir.weights(config) if rank == 0 else None)
         address = options.connect or config.network.buffer
-        client = join(config, run_dir, address=address) if rank == 0 else None
+        joined = join(config, run_dir, address=address, clock=clock) if rank == 0 else None
     except (ValueError, Unreachable, RefusedError) as error:
         is_mendable = not isinstance(error, RefusedError) or error.is_misfit
-        return _fail(2 if is_mendable else 1, str(error))
-    if client is not None:
-        signals.say_goodbye = partial(leave, client)
-    return _learn(config, run_dir, client, clock, signals)
+        return _end(2 if is_mendable else 1, str(error))
+    if joined is not None:
+        signals.say_goodbye = partial(leave, joined.client)
+    return _learn(config, run_dir, joined, clock, signals)
 
 
 def _learn(
     config: Config,
     run_dir: RunDir,
-    client: ThreadClient | None,
+    connection: Connection | None,
     clock: PhaseClock,
     signals: EndOnSignals,
 ) -> int:
@@ -64,24 +63,26 @@ def _learn(
     has_started = False
     try:
         ranks = start_ranks()
-        learner = Learner(config, run_dir, client=client, ranks=ranks, clock=clock)
+        learner = Learner(config, run_dir, connection=connection, ranks=ranks, clock=clock)
         learner.take_over()
         has_started = True
         return learner.run()
+    except RunIsOver as over:
+        return _end(0, str(over))
     except Exception as error:
         signals.hold()
         signals.say_goodbye(f"{type(error).__name__}: {error}")
         if not has_started and isinstance(error, ValueError):
-            return _fail(2, str(error))
+            return _end(2, str(error))
         if isinstance(error, RefusedError):
             newer = "a newer learner took over this run: " if error.code == "fenced" else ""
-            return _fail(2 if error.is_misfit else 1, newer + str(error))
+            return _end(2 if error.is_misfit else 1, newer + str(error))
         if isinstance(error, Unreachable):
-            return _fail(1, str(error))
-        return _fail(1, "".join(traceback.format_exception(error)))
+            return _end(1, str(error))
+        return _end(1, "".join(traceback.format_exception(error)))
 
 
-def _fail(code: int, message: str) -> int:
+def _end(code: int, message: str) -> int:
     rank = os.environ.get("RANK")
     print(f"learner{f' rank {rank}' if rank else ''}: {message}", file=sys.stderr)
     return code

@@ -11,9 +11,11 @@ import logging
 import queue
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.handshake import member_settings
 from asyncrl.heartbeat import HeartbeatThread
@@ -51,8 +53,20 @@ LEAVE_S = 1.0
 """How long this side's own farewell may take."""
 
 
-def join(config: Config, run_dir: RunDir, *, address: str) -> ThreadClient:
-    """The lead's connection, after the buffer's welcome.
+class RunIsOver(Exception):
+    """The run ended, or was stopped, before this learner took over; the message says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The lead's connection: requests, and signs of life beside them."""
+
+    client: ThreadClient
+    signs: HeartbeatThread
+
+
+def join(config: Config, run_dir: RunDir, *, address: str, clock: PhaseClock) -> Connection:
+    """The lead's connection, after the buffer's welcome. From then on it gives signs of life.
 
     Waits network.wait_for_buffer_s. Raises Unreachable, and RefusedError when this learner does
     not fit the run.
@@ -61,8 +75,21 @@ def join(config: Config, run_dir: RunDir, *, address: str) -> ThreadClient:
     run_id = run_dir.read_run_id()
     hello = Hello.here("learner", name="learner", run_id=run_id, settings=settings)
     client = ThreadClient(address, hello=hello)
-    client.connect(deadline_s=config.network.wait_for_buffer_s)
-    return client
+    welcome = client.connect(deadline_s=config.network.wait_for_buffer_s)
+
+    def look() -> Heartbeat:
+        seconds, state_s = clock.total(), clock.phase_s()
+        return Heartbeat(state="loading", state_s=state_s, seconds=seconds, serving=[0, 0])
+
+    signs = HeartbeatThread(
+        address,
+        hello=client.hello,
+        interval_s=welcome.heartbeat_s,
+        look=look,
+        on_done=lambda: None,  # the answer to a Fetch says why as well
+    )
+    signs.start()
+    return Connection(client, signs)
 
 
 def leave(client: ThreadClient, reason: str) -> None:
@@ -78,12 +105,12 @@ class BufferLine:
     """Requests to the buffer. On the lead, methods raise Unreachable (after `patience_s`, within
     which a buffer may restart) or RefusedError."""
 
-    def __init__(self, client: ThreadClient | None, *, ranks: Ranks, patience_s: float) -> None:
-        """`client` is what `join` returned on the lead, and None on the other ranks."""
+    def __init__(self, connection: Connection | None, *, ranks: Ranks, patience_s: float) -> None:
+        """`connection` is what `join` returned on the lead, and None on the other ranks."""
         self._ranks = ranks
-        self._client = client
+        self._client = connection.client if connection else None
+        self._signs = connection.signs if connection else None
         self._patience_s = patience_s
-        self._heartbeat: HeartbeatThread | None = None
         self._replies: queue.SimpleQueue[Packet | BaseException] = queue.SimpleQueue()
         self._inc = 0
         self._is_stopping = False
@@ -92,33 +119,38 @@ class BufferLine:
         """Done as soon as the buffer has said End, even if the loop has yet to read it."""
 
     def give_signs_of_life(self, look: Callable[[], Heartbeat]) -> None:
-        """From now on `look`'s heartbeats are sent, from a thread of their own."""
-        if self._client is None or self._client.welcome is None:
-            return
-        self._heartbeat = HeartbeatThread(
-            self._client.address,
-            hello=self._client.hello,
-            interval_s=self._client.welcome.heartbeat_s,
-            look=look,
-            on_done=lambda: None,  # the answer to a Fetch says why as well
-        )
-        self._heartbeat.start()
+        """From now on the signs of life are what `look` returns."""
+        if self._signs is not None:
+            self._signs.look = look
 
     def register(self, *, checkpoint_version: int, config_digest: str) -> Registered:
         """Takes over the run from a checkpoint (0: from its beginning). ValueError when the buffer
-        cannot go on from there."""
+        cannot go on from there; RunIsOver, on all ranks, when it has said so and left."""
         message = Register(checkpoint_version=checkpoint_version, config_digest=config_digest)
         packet = None
-        if self._client is not None:
-            try:
-                packet = self._client.call(message, deadline_s=self._patience_s)
-            except RefusedError as error:
-                if error.code != "invalid":
-                    raise
-                raise ValueError(str(error)) from None
-        registered: Registered = self._share(packet).message
+        if self._client is not None and self._signs is not None:
+            packet = self._register(self._client, self._signs, message)
+        answer = self._share(packet).message
+        if isinstance(answer, End):
+            raise RunIsOver(answer.reason)
+        registered: Registered = answer
         self._inc = registered.inc
         return registered
+
+    def _register(self, client: ThreadClient, signs: HeartbeatThread, message: Register) -> Packet:
+        """The buffer's answer; an End when it has left after the end of the run."""
+        patience_s = FAREWELL_S if signs.is_done else self._patience_s
+        try:
+            return client.call(message, deadline_s=patience_s)
+        except RefusedError as error:
+            if error.code != "invalid":
+                raise
+            raise ValueError(str(error)) from None
+        except Unreachable:
+            if not signs.is_done:
+                raise
+            reason = "the run was over before this learner had loaded its model"
+            return Packet(0, End(reason=reason, records=[]), ())
 
     def fetch(self, step: int) -> None:
         """Asks for the batch of `step` in the background, until there is one or the run ends."""
@@ -160,8 +192,8 @@ class BufferLine:
         if self._client is None or self._is_closed:
             return
         self._is_closed = True
-        if self._heartbeat is not None:
-            self._heartbeat.close()
+        if self._signs is not None:
+            self._signs.close()
         leave(self._client, reason)
         self._client.close()
 

@@ -19,11 +19,10 @@ from asyncrl.config import Config
 from asyncrl.disk import remove_whole
 from asyncrl.messages import Batch, End, Heartbeat
 from asyncrl.run_dir import RunDir
-from asyncrl.thread_client import ThreadClient
 from asyncrl.types import WeightId
 from asyncrl.wire import Packet, decode_group
 from learner.batch import staleness_metrics
-from learner.buffer_line import BufferLine
+from learner.buffer_line import BufferLine, Connection
 from learner.checkpoint import (
     State,
     list_versions,
@@ -56,12 +55,12 @@ class Learner:
         config: Config,
         run_dir: RunDir,
         *,
-        client: ThreadClient | None,
+        connection: Connection | None,
         ranks: Ranks,
         clock: PhaseClock,
     ) -> None:
-        """`client` is what buffer_line.join returned on the lead, None on other ranks; `clock` has
-        been in phase "start" since the program began."""
+        """`connection` is what buffer_line.join returned on the lead, None on other ranks; `clock`
+        has been in phase "start" since the program began."""
         self.config = config
         self.run_dir = run_dir
         self.ranks = ranks
@@ -73,7 +72,7 @@ class Learner:
         """Newest version handed to the publisher. Version 0 needs none: generators load it."""
         self.saved_version = -1
         """Version of the newest checkpoint; the same on all ranks, whatever each sees on a disk."""
-        self.line = BufferLine(client, ranks=ranks, patience_s=config.network.buffer_timeout_s)
+        self.line = BufferLine(connection, ranks=ranks, patience_s=config.network.buffer_timeout_s)
         self.publisher = Publisher(
             config.weights,
             run_dir.weights(config),

@@ -38,9 +38,9 @@ def make_learner(tmp_path: Path) -> Iterator[Callable[..., Learner]]:
         config = Config.model_validate(tree)
         run_dir = RunDir(tmp_path / name)
         run_dir.path.mkdir(exist_ok=True)
-        client = join(config, run_dir, address=buffer.address)
         clock = PhaseClock("start")
-        learner = Learner(config, run_dir, client=client, ranks=start_ranks(), clock=clock)
+        joined = join(config, run_dir, address=buffer.address, clock=clock)
+        learner = Learner(config, run_dir, connection=joined, ranks=start_ranks(), clock=clock)
         made.append(learner)
         learner.take_over()
         return learner
