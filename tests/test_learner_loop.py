@@ -47,6 +47,7 @@ def make_learner(tmp_path: Path) -> Iterator[Callable[..., Learner]]:
 
     yield make
     for learner in made:
+        learner.publisher.close(drain_s=0.0)
         learner.line.close("the test is over")
 
 
