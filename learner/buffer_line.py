@@ -79,7 +79,7 @@ def join(config: Config, run_dir: RunDir, *, address: str, clock: PhaseClock) ->
 
     def look() -> Heartbeat:
         seconds, state_s = clock.total(), clock.phase_s()
-        return Heartbeat(state="loading", state_s=state_s, seconds=seconds, serving=[0, 0])
+        return Heartbeat(state="starting", state_s=state_s, seconds=seconds, serving=[0, 0])
 
     signs = HeartbeatThread(
         address,
