@@ -47,8 +47,16 @@ def _end_with_generator() -> None:
     threading.Thread(target=watch, name="watch-generator", daemon=True).start()
 
 
+def _leave_ctrl_c_to_generator() -> None:
+    """A terminal sends Ctrl-C to the generator and to this process: the generator says goodbye and
+    ends this one, which would otherwise end first and be taken for a crash."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 if GENERATOR_PID in os.environ:
     _end_with_generator()
+    _leave_ctrl_c_to_generator()
 
 
 def _no_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
