@@ -50,18 +50,27 @@ def test_the_program_generates_beats_and_exits_0_when_the_run_is_done(
     assert not buffer.left, "it has heard of the end"
 
 
+@pytest.mark.parametrize(
+    "engine", ["scripted", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm])]
+)
 def test_ctrl_c_in_a_shell_reaches_all_its_processes_and_shows_no_traceback(
-    config: Config, tmp_path: Path
+    config: Config, tmp_path: Path, engine: str
 ) -> None:
+    changed = make_config(
+        Path(config.model.path).parent,
+        generator__engine=engine,
+        generator__vllm={"max_num_seqs": 16, "cpu_kv_cache_gib": 1},
+    )
+
     async def scenario() -> tuple[int, str]:
         async with serve([lease(0)]) as (buffer, address):
-            program = start_program(tmp_path, config, address)
-            await buffer.until(lambda: len(buffer.groups) == 1, 40)
+            program = start_program(tmp_path, changed, address)
+            await buffer.until(lambda: len(buffer.groups) == 1, 100)
             os.killpg(program.pid, signal.SIGINT)
             _, errors = await asyncio.to_thread(program.communicate, timeout=10)
             return program.returncode, errors
 
-    code, errors = run(scenario())
+    code, errors = run(scenario(), timeout_s=150)
     assert code == 130
     assert "Traceback" not in errors
     assert "leaked" not in errors
