@@ -149,7 +149,11 @@ class Waits:
         serving = ", ".join(
             f"{m.name} serves {m.serving.version} ({m.condition(now=now)})" for m in alive
         )
-        return f"the next needs version {needed}, newest published {newest.version}, {serving}"
+        text = f"the next needs version {needed}, newest published {newest.version}, {serving}"
+        if self.is_unpublished:  # it says what keeps it from publishing
+            for member in self._members.named(self._training.owner):
+                text += f", {member.name}: {member.condition(now=now)}"
+        return text
 
     def _lost_text(self, now: float) -> str:
         lost = [m for m in self._members.generators() if not m.is_gone]

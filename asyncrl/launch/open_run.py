@@ -136,8 +136,12 @@ def _lock(run_dir: RunDir) -> Iterator[None]:
                 f"run directory {run_dir.path} is in use by process {file.read() or '?'}: wait for "
                 "its end, or choose another run_name"
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        try:
+            file.truncate(0)
+            os.write(file.fileno(), str(os.getpid()).encode())
+        except OSError as error:
+            raise ValueError(
+                f"run directory {run_dir.path} cannot be written: {error.strerror}"
+            ) from None
         os.set_inheritable(file.fileno(), True)
         yield
