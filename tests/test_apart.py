@@ -13,8 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
-from local_runs import REPOSITORY
+from local_runs import REPOSITORY, write_scripted_config
 from role_runs import Program, Shells, outlive_everything, shells
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -25,30 +24,13 @@ FAST = "generator.scripted.tokens_per_s=100"
 
 @pytest.fixture
 def config(tmp_path: Path, random_tiny_task: Path) -> Path:
-    """Scripted generators; 60 prompts, 4 a step."""
-    return write_config(tmp_path / "config.yaml", random_tiny_task)
-
-
-def write_config(path: Path, task: Path, **changes: Any) -> Path:
-    tree = {
-        "prompts_per_step": 4,
-        "group_size": 2,
-        "model": {"path": str(task / "model"), "dtype": "float32"},
-        "data": {
-            "train_files": [str(task / "train.jsonl")],
-            "max_prompt_length": 8,
-            "max_response_length": 8,
-        },
-        "reward": {"path": "tests/rewards_by_text.py:checksum", "workers": 1},
-        "generator": {"engine": "scripted", "scripted": {"mode": "fixed", "tokens_per_s": 2}},
-        "buffer": {"zero_variance": "train"},
-        "learner": {"gradient_checkpointing": False, "optim": {"lr": 1e-3}},
-        "checkpoint": {"every": 2, "export_hf": False},
-        "network": {"heartbeat_s": 1.0, "wait_for_buffer_s": 60},
-        **changes,
-    }
-    path.write_text(yaml.safe_dump(tree))
-    return path
+    """Scripted generators so slow that there is time to do something to them."""
+    return write_scripted_config(
+        tmp_path / "config.yaml",
+        random_tiny_task,
+        generator={"engine": "scripted", "scripted": {"mode": "fixed", "tokens_per_s": 2}},
+        network={"heartbeat_s": 1.0, "wait_for_buffer_s": 60},
+    )
 
 
 ORDERS = list(itertools.permutations(["buffer", "learner", "generator"]))
