@@ -221,6 +221,8 @@ class Leave(Message):
 
     type: Literal["leave"] = "leave"
     reason: str
+    is_done: bool = False
+    """Learner: the run is over, and its last checkpoint and export are written."""
 
 
 class WatchWeights(Message):

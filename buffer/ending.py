@@ -131,7 +131,27 @@ class Farewell:
             return False
         if self._ended_at is None:
             self._ended_at = now
+        if self._learner_finishes(now):
+            return False
         return self._all_told(now) or now - self._ended_at > self._patience_s()
+
+    @property
+    def is_unfinished(self) -> bool:
+        """The run has ended well, and its learner has not said that all its work is written."""
+        end, learner = self._ending.end, self._learner()
+        if end is None or end.failed or end.stopped or learner is None:
+            return False
+        return not learner.is_done
+
+    def _learner_finishes(self, now: float) -> bool:
+        """Its last checkpoint and export are to come: it is waited for while it gives signs of
+        life, and for RETURN_S after the last one, as it may be started again."""
+        learner = self._learner()
+        if not self.is_unfinished or learner is None or self._ended_at is None:
+            return False
+        if learner.alive:
+            return now - self._ended_at < self._watch.watchdog.timeout_s
+        return now - learner.last_seen < RETURN_S
 
     def excuse(self, seconds: float) -> None:
         """The buffer itself stood still for so long: nobody could ask."""

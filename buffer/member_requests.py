@@ -128,6 +128,6 @@ class MemberRequests:
         return Beat(inc=newest.inc, version=newest.version, done=done)
 
     async def _leave(self, member: Member, packet: Packet, leave: Leave) -> Message:
-        self._run.watch.leave(member, leave.reason, now=time.monotonic())
+        self._run.watch.leave(member, leave, now=time.monotonic())
         await self._changes.save()
         return Ok()

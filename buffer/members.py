@@ -48,6 +48,8 @@ class Member:
     num_running: int = 0
     num_tokens: int = 0
     paused_s: float = 0.0
+    is_done: bool = False
+    """Learner: it has left with its last checkpoint and export written."""
     heard_end: bool = False
     """It was told that the run has ended."""
     num_late: int = 0

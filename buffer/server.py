@@ -7,6 +7,7 @@ something changes, transport.MAX_WAIT_S at most. Whatever a reply tells is in th
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,8 @@ from buffer.status import status_values
 
 FLUSH_S = 0.3
 """How long the buffer stays when everybody has been told: replies are on their way."""
+log = logging.getLogger(__name__)
+
 STOPPED = 130
 """Exit code of a drained run: 128 + SIGINT."""
 TICK_S = 0.5
@@ -87,6 +90,12 @@ class BufferServer:
             raise self._fatal
         end = self._run.end
         if end is None or end.failed:
+            return 1
+        if self._farewell.is_unfinished and not self._stopped.is_set():
+            log.error(
+                "the learner has ended before its last checkpoint and export were written: start "
+                "buffer and learner again with checkpoint.resume=auto"
+            )
             return 1
         return STOPPED if end.stopped else 0
 

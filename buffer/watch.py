@@ -11,7 +11,7 @@ import sys
 from typing import Literal
 
 from asyncrl.config import Config
-from asyncrl.messages import Heartbeat
+from asyncrl.messages import Heartbeat, Leave
 from asyncrl.types import GroupId
 from buffer.books import Books
 from buffer.history import History
@@ -49,11 +49,12 @@ class Watch:
         held = [(GroupId(*lease[:2]), lease[2]) for lease in beat.held if len(lease) == 3]
         self.leases.reconcile(member.name, held, now=now)
 
-    def leave(self, member: Member, reason: str, *, now: float) -> None:
+    def leave(self, member: Member, leave: Leave, *, now: float) -> None:
         """A member ends: its leases pass on at once."""
         self.members.leave(member, now=now)
+        member.is_done = leave.is_done
         num_leases = self._pass_on(member, now)
-        log.info("%s has left (%s): %d of its leases pass on", member, reason, num_leases)
+        log.info("%s has left (%s): %d of its leases pass on", member, leave.reason, num_leases)
 
     def look_for_members(self, *, now: float) -> None:
         """Who has gone silent, and who is back."""

@@ -50,7 +50,9 @@ FAREWELL_S = 2.0
 """How long a request may go unanswered once the buffer has said that the run has ended, when it is
 free to leave."""
 LEAVE_S = 1.0
-"""How long this side's own farewell may take."""
+"""How long this side's own farewell may take when it ends before the run does."""
+DONE_S = 10.0
+"""The same when all its work is done: the buffer stays until it has heard so."""
 
 
 class RunIsOver(Exception):
@@ -92,11 +94,13 @@ def join(config: Config, run_dir: RunDir, *, address: str, clock: PhaseClock) ->
     return Connection(client, signs)
 
 
-def leave(client: ThreadClient, reason: str) -> None:
-    """Says why this learner ends, from any thread. A buffer that does not hear it within LEAVE_S
-    notices by itself, later."""
+def leave(client: ThreadClient, reason: str, *, is_done: bool = False) -> None:
+    """Says why this learner ends, from any thread, and whether its work is done. A buffer that
+    does not hear it in time notices by itself, later."""
+    patience_s = DONE_S if is_done else LEAVE_S
+    message = Leave(reason=reason, is_done=is_done)
     try:
-        client.call_soon(Leave(reason=reason), deadline_s=LEAVE_S).result(timeout=LEAVE_S)
+        client.call_soon(message, deadline_s=patience_s).result(timeout=patience_s)
     except (Unreachable, RefusedError, TimeoutError) as error:
         log.debug("no farewell: %s", error)
 
@@ -188,13 +192,13 @@ class BufferLine:
         self._tell(Checkpointed(inc=self._inc, versions=versions))
 
     def close(self, reason: str) -> None:
-        """Says why this learner ends, and hangs up. Safe to call twice."""
+        """Says that this learner's work is done, and hangs up. Safe to call twice."""
         if self._client is None or self._is_closed:
             return
         self._is_closed = True
         if self._signs is not None:
             self._signs.close()
-        leave(self._client, reason)
+        leave(self._client, reason, is_done=True)
         self._client.close()
 
     def _tell(self, message: Message) -> Packet | None:

@@ -264,6 +264,7 @@ class Learner(Peer):
             while True:
                 reply = await ahead
                 if isinstance(reply, End):
+                    await self.ask(Leave(reason="all is written", is_done=True))
                     return reply
                 if self.version == stop_at:
                     return None

@@ -17,6 +17,7 @@ from asyncrl.journal import Journal, fates
 from asyncrl.messages import (
     Checkpointed,
     Commit,
+    End,
     Failed,
     Fetch,
     LeaseRequest,
@@ -486,6 +487,50 @@ def test_a_learner_that_dies_during_the_last_evaluation_is_waited_for(tmp_path: 
             assert (await again.train()) is not None
             assert sorted(again.batches) == [1]
 
+    play(scenario())
+
+
+def test_a_learner_that_dies_over_its_last_checkpoint_finds_the_buffer_when_it_comes_back(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config(max_steps=1), train=4) as here:
+            first, generator = here.learner("learner-0"), here.generator()
+            await first.register()
+            for lease in await generator.lease(4):
+                await generator.submit(lease)
+            await first.fetch(0)
+            await first.commit()
+            assert isinstance(await first.fetch(1), End)
+            assert (await generator.beat()).done
+            await first.leave()  # as a signal makes it, before all is written
+            await asyncio.sleep(1.0)
+            assert not here.task.done()
+            again = here.learner("learner-1")
+            await again.register(0)
+            assert isinstance(await again.train(), End)
+            assert await asyncio.wait_for(here.task, 5) == 0
+
+    play(scenario())
+
+
+def test_a_run_whose_last_checkpoint_is_never_written_has_not_ended_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config(max_steps=1), train=4) as here:
+            learner, generator = here.learner(), here.generator()
+            await learner.register()
+            for lease in await generator.lease(4):
+                await generator.submit(lease)
+            await learner.fetch(0)
+            await learner.commit()
+            assert isinstance(await learner.fetch(1), End)
+            assert (await generator.beat()).done
+            await learner.leave()
+            assert await asyncio.wait_for(here.task, 10) == 1
+
+    monkeypatch.setattr("buffer.ending.RETURN_S", 0.5)
     play(scenario())
 
 
