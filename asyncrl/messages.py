@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from asyncrl.types import GroupId, WeightId
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised by any change to a message. Peers of another protocol are refused at Hello."""
 
 Kind = Literal["train", "eval"]
@@ -139,6 +139,9 @@ class Lease(Message):
 class Leases(Message):
     type: Literal["leases"] = "leases"
     leases: list[Lease]
+    void: list[list[int]] = []
+    """[epoch, position, attempt] of train leases that are the generator's no longer: it gives up
+    what it still generates for them. Each is told at once; Beat tells those that were missed."""
     done: bool = False
     """True: the run has ended, there will be no further lease."""
 
@@ -174,6 +177,9 @@ class Failed(Message):
     """True: the prompt or its answers caused it, another generator would fail too."""
     hopeless: bool = False
     """True: no further attempt can help (the prompt is too long). Its fate is dropped."""
+    lengths: list[Count] = []
+    """Of a group given up because its lease is void: tokens sampled so far of each rollout. They
+    show what dropping late groups does to the lengths."""
 
 
 class Verdict(Message):
@@ -213,6 +219,8 @@ class Beat(Message):
     type: Literal["beat"] = "beat"
     inc: Count
     version: Count
+    void: list[list[int]] = []
+    """Generator: those of Heartbeat.held that are its leases no longer."""
     done: bool
 
 
@@ -293,6 +301,8 @@ class Waiting(Message):
     type: Literal["waiting"] = "waiting"
     step: Count
     reason: str
+    checkpoint: bool = False
+    """As in Committed: asked of a learner that has nothing else to do."""
     records: list[Record]
 
 
@@ -323,6 +333,8 @@ class Committed(Message):
     type: Literal["committed"] = "committed"
     stop: bool
     """True: the run is being stopped. Train no further batch, fetch the End instead."""
+    checkpoint: bool = False
+    """True: the journal is near its cap; a checkpoint now lets it delete what is older."""
 
 
 class Published(Message):

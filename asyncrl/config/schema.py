@@ -169,11 +169,26 @@ class Generator(Section):
 class Buffer(Section):
     """The buffer process."""
 
-    order: Literal["fifo"] = "fifo"
-    """Groups are trained in the order in which their prompts were admitted."""
-    zero_variance: Literal["train", "refill"] = "refill"
-    """Groups whose rewards are all equal: train keeps them (advantage exactly 0), refill filters
-    them when they arrive and generates another prompt instead."""
+    order: Literal["fifo", "ready"] = "fifo"
+    """fifo: groups are trained in the order in which their prompts were admitted. ready: any
+    finished group, the one with the nearest deadline first; less waiting where lengths differ."""
+    on_late: Literal["wait", "drop", "reissue"] = "wait"
+    """A group still in flight at its deadline, when the learner has nothing else to do and enough
+    others are finished: wait for it, drop it (fate stale), or generate it anew (order ready). All
+    but wait favour short answers; the lengths of both are logged."""
+    zero_variance: Literal["train", "drop", "refill"] = "refill"
+    """Groups whose rewards are all equal: train keeps them (advantage exactly 0); drop leaves them
+    out, so that their step is smaller; refill generates another prompt in their place."""
+    durability: Literal["none", "process", "full"] = "process"
+    """What survives. process: everything acknowledged survives SIGKILL of the buffer; full: loss of
+    power, too (a disk sync with every write); none: books and groups are in memory alone, and end
+    with the buffer."""
+    max_journal_gb: PositiveFloat = 100.0
+    """Disk space (10^9 bytes) for finished groups. Near it the learner is asked for a checkpoint,
+    which lets older ones go; at it no prompt is handed out. A guard against a full disk."""
+    keep_payloads: Literal["until_checkpoint", "always"] = "until_checkpoint"
+    """When finished groups are deleted: once every kept checkpoint is newer than their step, or
+    never (to replay a whole run with `learner --replay`)."""
     lease_timeout_s: PositiveFloat = 1800.0
     """Seconds from the start of a group to its submission; then another generator gets it."""
     max_attempts: PositiveInt = 3
