@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from local_runs import REPOSITORY, write_scripted_config
-from role_runs import Program, Shells, outlive_everything, shells
+from role_runs import Program, Shells, shells
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -45,15 +45,6 @@ def test_three_shells_train_in_whatever_order_they_are_started(
         assert run.codes(*programs) == [0, 0, 0], run.logs()
         (run_dir,) = [path for path in tmp_path.iterdir() if (path / "metrics.jsonl").exists()]
         assert (run_dir / "checkpoints" / "version-00000002").is_dir()
-
-
-def test_everybody_may_die_and_come_back_and_every_prompt_is_trained_once(
-    config: Path, tmp_path: Path
-) -> None:
-    with shells(config, tmp_path) as run:
-        outlive_everything(run)
-        assert run.fates() == {"trained": NUM_PROMPTS}
-        assert {record["step"] for record in run.steps()} == set(range(NUM_PROMPTS // 4))
 
 
 def test_a_generator_that_is_stopped_loses_its_leases_and_works_again_when_it_goes_on(

@@ -1,0 +1,86 @@
+"""SIGKILL at random moments for everybody in turn: each prompt once, and the same parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from chaos_runs import (
+    NUM_PROMPTS,
+    NUM_STEPS,
+    PROMPTS_PER_STEP,
+    Chaos,
+    chaos,
+    draw_kills,
+    write_chaos_config,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+BOUND = 2
+FAST = "generator.scripted.tokens_per_s=1000"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, random_tiny_task: Path
+) -> dict[str, bytes]:
+    """Tensors of a run in which nobody died. How fast it was makes no difference to them."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    with chaos(write_chaos_config(directory, random_tiny_task), directory, FAST) as run:
+        run.play([], names=("buffer", "learner", "generator-0"))
+        return run.tensors()
+
+
+@pytest.fixture
+def config(tmp_path: Path, random_tiny_task: Path) -> Path:
+    return write_chaos_config(tmp_path, random_tiny_task)
+
+
+def test_three_kills_leave_every_prompt_trained_once_and_the_same_parameters(
+    config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    with chaos(config, tmp_path, "generator.scripted.tokens_per_s=10") as run:
+        run.play(draw_kills(0, count=3))
+        check_promises(run)
+        assert run.tensors() == undisturbed
+        survivor = run.programs["generator-1"]
+        assert survivor.output.count("the engine is ready") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ten_kills_leave_every_prompt_trained_once_and_the_same_parameters(
+    config: Path, tmp_path: Path, undisturbed: dict[str, bytes], seed: int
+) -> None:
+    with chaos(config, tmp_path) as run:
+        run.play(draw_kills(seed, count=10))
+        check_promises(run)
+        assert run.tensors() == undisturbed
+
+
+@pytest.mark.slow
+def test_a_learner_that_dies_costs_no_generation(
+    config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    with chaos(config, tmp_path) as run:
+        run.play(draw_kills(4, count=4, victims=["learner"]))
+        check_promises(run)
+        assert {row["attempt"] for row in run.groups()} == {0}
+        assert run.tensors() == undisturbed
+
+
+def check_promises(run: Chaos) -> None:
+    """Trained groups are the data, in its order; none was made twice, none was too old."""
+    assert run.shells.fates() == {"trained": NUM_PROMPTS}
+    groups = run.groups()
+    assert [(row["epoch"], row["position"]) for row in groups] == [
+        (0, position) for position in range(NUM_PROMPTS)
+    ]
+    assert Counter(row["step"] for row in groups) == dict.fromkeys(
+        range(NUM_STEPS), PROMPTS_PER_STEP
+    )
+    assert {record["step"] for record in run.shells.steps()} == set(range(NUM_STEPS))
+    run.check_kept()
+    run.check_bound(BOUND)
