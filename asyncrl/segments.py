@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import IO
 
+from asyncrl.disk import sync
 from asyncrl.journal_tables import PayloadRef
 
 log = logging.getLogger(__name__)
@@ -19,14 +20,24 @@ class Segments:
     """The segments of one run. One thread may `place`, one may write (all that follows `read`), and
     any may `read`."""
 
-    def __init__(self, directory: Path, *, segment_bytes: int) -> None:
+    def __init__(self, directory: Path, *, segment_bytes: int, is_synced: bool = False) -> None:
+        """`is_synced`: `sync` waits for the disk, and segments and their names are on it by
+        then."""
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._segment_bytes = segment_bytes
-        self._next = PayloadRef(1 + max(self._there(), default=0), 0, 0)
+        self._is_synced = is_synced
+        self._writing = 1 + max(self._there(), default=0)
+        """The segment that is being written, or will be first."""
+        self._next = PayloadRef(self._writing, 0, 0)
         self._file: IO[bytes] | None = None
-        self._writing = 0
-        """The segment that is being written; 0: none yet."""
+        self._placed_bytes = sum(self._path(segment).stat().st_size for segment in self._there())
+        self._deleted_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all payloads that are there or have a place."""
+        return self._placed_bytes - self._deleted_bytes
 
     def place(self, length: int) -> PayloadRef:
         """Where the next payload will lie. Payloads are written in the order of their places."""
@@ -34,25 +45,30 @@ class Segments:
         if offset and offset + length > self._segment_bytes:
             segment, offset = segment + 1, 0
         self._next = PayloadRef(segment, offset + length, 0)
+        self._placed_bytes += length
         return PayloadRef(segment, offset, length)
 
     def read(self, ref: PayloadRef) -> bytes:
         """The payload at `ref`, which has been written."""
-        with self._path(ref.segment).open("rb") as file:
-            data = os.pread(file.fileno(), ref.length, ref.offset)
-        if len(data) != ref.length:
-            raise RuntimeError(f"payload {ref} has {len(data)} bytes: the journal is damaged")
+        data = read_payload(self._directory, ref)
+        if data is None:
+            raise RuntimeError(f"payload {ref} is not whole: the journal is damaged")
         return data
 
     def write(self, ref: PayloadRef, payload: bytes) -> None:
         """Appends the payload for which `ref` is the place."""
         if self._file is None or self._writing != ref.segment:
-            self.close()
-            self._file = self._path(ref.segment).open("ab", buffering=0)
-            self._writing = ref.segment
+            self.sync()
+            self._begin(ref.segment)
+        assert self._file is not None
         rest = memoryview(payload)
         while rest:
             rest = rest[self._file.write(rest) :]
+
+    def sync(self) -> None:
+        """What has been written survives loss of power, if `is_synced`."""
+        if self._is_synced and self._file is not None:
+            os.fsync(self._file.fileno())
 
     def closed(self) -> list[int]:
         """Segments before the one that is being written."""
@@ -60,18 +76,43 @@ class Segments:
 
     def delete(self, segment: int) -> None:
         """Deletes a closed segment. One that cannot be deleted is a warning."""
+        path = self._path(segment)
         try:
-            self._path(segment).unlink()
+            num_bytes = path.stat().st_size
+            path.unlink()
         except OSError as error:
             log.warning("a segment stays until the next checkpoint: %s", error)
+        else:
+            self._deleted_bytes += num_bytes
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+    def _begin(self, segment: int) -> None:
+        self.close()
+        self._file = self._path(segment).open("ab", buffering=0)
+        self._writing = segment
+        if self._is_synced:
+            sync(self._directory)
 
     def _there(self) -> list[int]:
         names = [path.name for path in self._directory.iterdir()]
         return sorted(int(name) for name in names if name.isdecimal())
 
     def _path(self, segment: int) -> Path:
-        return self._directory / f"{segment:06d}"
+        return _path(self._directory, segment)
+
+
+def read_payload(directory: Path, ref: PayloadRef) -> bytes | None:
+    """The payload at `ref` in the segments of `directory`; None where it is not, or not whole."""
+    try:
+        with _path(directory, ref.segment).open("rb") as file:
+            data = os.pread(file.fileno(), ref.length, ref.offset)
+    except FileNotFoundError:
+        return None
+    return data if len(data) == ref.length else None
+
+
+def _path(directory: Path, segment: int) -> Path:
+    return directory / f"{segment:06d}"

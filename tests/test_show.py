@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from run_records import STALENESS, write_run
 
-from asyncrl.journal import Journal
 from asyncrl.launch.show import Filter, group_lines, select, visible
 from asyncrl.report.reading import read_run
 from asyncrl.report.rollouts import show, text_decoder, version_spans
@@ -48,9 +49,8 @@ def test_filters_hold_together(known: Path) -> None:
 
 
 def test_prompts_without_a_step_are_shown_where_no_step_was_assigned(known: Path) -> None:
-    journal = Journal(known)
-    journal._database.execute("DELETE FROM groups WHERE step IS NOT NULL")
-    journal.close()
+    with closing(sqlite3.connect(known / "journal.sqlite", isolation_level=None)) as database:
+        database.execute("DELETE FROM groups WHERE step IS NOT NULL")
     assert numbers(known, Filter()) == [12, 13, 14]
 
 
