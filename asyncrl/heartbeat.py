@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from asyncrl.messages import Beat, Heartbeat, Hello
+from asyncrl.messages import Beat, Heartbeat, Hello, Message
 from asyncrl.thread_client import ThreadClient
 from asyncrl.transport import RefusedError, Unreachable
 
@@ -28,6 +28,8 @@ class HeartbeatThread:
         """`look` and `on_done` (the buffer says that the run has ended) run in the thread."""
         self.look = look
         """May be replaced by one that knows more."""
+        self.on_void: Callable[[list[list[int]]], None] = lambda void: None
+        """Called in the thread with Beat.void, when there is any; may be replaced."""
         self.is_done = False
         """The buffer has said that the run has ended, or is being stopped."""
         self._client = ThreadClient(address, hello=hello)
@@ -62,8 +64,15 @@ class HeartbeatThread:
             except RefusedError as error:
                 log.warning("a heartbeat was refused: %s", error)
             else:
-                if isinstance(packet.message, Beat) and packet.message.done:
-                    self.is_done = True
-                    self._on_done()
+                self._heed(packet.message)
             self._wake.wait(self._interval_s)
             self._wake.clear()
+
+    def _heed(self, beat: Message) -> None:
+        if not isinstance(beat, Beat):
+            return
+        if beat.void:
+            self.on_void(beat.void)
+        if beat.done:
+            self.is_done = True
+            self._on_done()

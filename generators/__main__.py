@@ -132,7 +132,7 @@ async def _take_part(
                     clock=clock,
                     on_swap=member.beat_now,
                 )
-                member.look = worker.look
+                member.look, member.give_up = worker.look, worker.give_up
                 await _unless_over(ended, engine.start())
             log.info("the engine is ready, %.1f s after the start", clock.phase_s())
             await worker.run()

@@ -57,6 +57,9 @@ class Engine(Protocol):
         Cancelling it frees what the request holds. Raises RequestError or EngineError.
         """
 
+    def num_sampled(self, request_id: str) -> int:
+        """Tokens sampled so far of a request in flight; 0 for any other."""
+
     async def stage(self, weights: WeightId, location: str) -> None:
         """Takes `weights` from `location` into memory, verified, while requests go on.
 

@@ -1,37 +1,31 @@
-"""Makes one leased group: prompt -> rollouts -> checks -> scores."""
+"""Makes one leased group: its prompt rendered, its rollouts, and what becomes of lost ones."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from asyncrl.config.schema import Config
 from asyncrl.messages import Lease
 from asyncrl.tasks.prompts import OverlongPrompt, PromptError
-from asyncrl.types import Completion, Int32Array, Rollout, RolloutGroup, Sampling
-from asyncrl.versions import sample_seed
-from generators.engine import Engine, EngineError, RequestError
-from generators.environments import Policy
-from generators.environments.single_turn import rollout as single_turn
+from asyncrl.types import Int32Array, Rollout, RolloutGroup
+from generators.engine import Engine
 from generators.rewards import RewardWorkers, UserError
+from generators.rollouts import RolloutError, RolloutMaker
 from generators.tokens import Tokens
+from generators.work import Work
 
 log = logging.getLogger(__name__)
 
-MAX_TRIES = 3
-"""How often a request that fails is tried before its group fails."""
-MAX_FAILED_IN_A_ROW = 32
-"""Rollouts that failed every try, with no finished group between them, that end the generator."""
-MAX_REJECTED_SHARE = 0.05
-MIN_REJECTED = 16
-"""Rollouts rejected for non-finite logprobs end the generator when they are this many, and this
-share of all: the weights or the engine are broken."""
+ROLLOUT_SHARE = 0.95
+"""A rollout that is not finished and scored after this share of its lease's time is lost: the rest
+is for handing in the others."""
+MIN_SURVIVORS = 2
+"""A group needs so many rollouts, unless it has fewer by configuration: one alone has nothing to
+be compared with."""
 
 
 class GroupError(Exception):
@@ -44,52 +38,31 @@ class GroupError(Exception):
         self.hopeless = hopeless
 
 
-class Room:
-    """Places in the engine, counted in rollouts."""
+class Losses:
+    """The lost rollouts of one group."""
 
-    def __init__(self, capacity: int, *, on_change: Callable[[], None]) -> None:
-        """`on_change` is called after each change of `num_running`."""
-        self._capacity = capacity
-        self._changed = asyncio.Event()
-        self._on_change = on_change
-        self.num_running = 0
+    def __init__(self, lease: Lease) -> None:
+        self._num_rollouts = lease.num_rollouts
+        # An evaluation is of all its samples: those that are lost may be the hard ones.
+        self._needed = (
+            lease.num_rollouts if lease.kind == "eval" else min(MIN_SURVIVORS, lease.num_rollouts)
+        )
+        self._errors: list[RolloutError] = []
 
-    def take(self, count: int) -> Places:
-        self.num_running += count
-        self._on_change()
-        return Places(self, count)
+    def add(self, error: RolloutError) -> None:
+        """Raises GroupError as soon as too few rollouts are left."""
+        self._errors.append(error)
+        if self._num_rollouts - len(self._errors) < self._needed:
+            content = any(error.content for error in self._errors)
+            raise GroupError(str(self), content=content)
 
-    def groups(self, group_size: int) -> int:
-        """Groups that fit; one even if it does not fit when nothing runs."""
-        free = (self._capacity - self.num_running) // group_size
-        return max(free, 0 if self.num_running else 1)
+    def __bool__(self) -> bool:
+        return bool(self._errors)
 
-    async def wait(self, group_size: int) -> int:
-        """`groups`, as soon as it is not 0."""
-        while not (fits := self.groups(group_size)):
-            self._changed.clear()
-            await self._changed.wait()
-        return fits
-
-    def give_back(self, count: int) -> None:
-        self.num_running -= count
-        self._changed.set()
-        self._on_change()
-
-
-@dataclass(slots=True)
-class Places:
-    """The places of one group: each is given back when its rollout leaves the engine."""
-
-    room: Room
-    left: int
-
-    def give_back(self, count: int) -> None:
-        self.left -= count
-        self.room.give_back(count)
-
-    def give_back_all(self) -> None:
-        self.give_back(self.left)
+    def __str__(self) -> str:
+        reasons = Counter(map(str, self._errors)).most_common()
+        listed = "; ".join(f"{count} {reason}" for reason, count in reasons)
+        return f"{len(self._errors)} of {self._num_rollouts} rollouts failed: {listed}"
 
 
 class GroupMaker:
@@ -101,32 +74,24 @@ class GroupMaker:
         self._config = config
         self._engine = engine
         self._tokens = tokens
-        self._rewards = rewards
-        self._request_ids = itertools.count(1)
-        self._num_rollouts = 0
-        self._num_rejected = 0
-        self._num_failed_in_a_row = 0
-        self.num_tokens = 0
+        self._rollouts = RolloutMaker(config, engine=engine, tokens=tokens, rewards=rewards)
+
+    @property
+    def num_tokens(self) -> int:
         """Tokens sampled so far."""
+        return self._rollouts.num_tokens
 
-    async def make(
-        self, lease: Lease, places: Places, *, on_start: Callable[[int], Awaitable[None]]
-    ) -> RolloutGroup:
-        """The scored group of `lease`. `on_start(version)` is awaited before its first request.
+    async def make(self, work: Work, *, on_start: Callable[[int], Awaitable[None]]) -> RolloutGroup:
+        """The scored group, of at least MIN_SURVIVORS of its rollouts in the order of samples.
 
-        Raises GroupError when this group cannot be made; UserError and EngineError end the
-        generator.
+        `on_start(version)` is awaited right before the first request. Raises GroupError when this
+        group cannot be made; UserError and EngineError end the generator.
         """
-        try:
-            prompt_ids = await self._render(lease)
-            await on_start(self._engine.serving.version)
-            samples = range(lease.num_rollouts)
-            rollouts = await _all_or_first_error(
-                [self._sample(lease, prompt_ids, sample, places) for sample in samples]
-            )
-        finally:
-            places.give_back_all()
-        self._num_failed_in_a_row = 0
+        lease = work.lease
+        prompt_ids = await self._render(lease)
+        await on_start(self._version_at_start(lease))
+        rollouts = await self._survivors(work, prompt_ids)
+        self._rollouts.finished_group()
         return RolloutGroup(
             id=lease.group_id,
             attempt=lease.attempt,
@@ -134,7 +99,7 @@ class GroupMaker:
             prompt_ids=prompt_ids,
             temperature=lease.temperature,
             inc=self._engine.serving.inc,
-            rollouts=tuple(rollouts),
+            rollouts=rollouts,
         )
 
     async def _render(self, lease: Lease) -> Int32Array:
@@ -150,61 +115,41 @@ class GroupMaker:
         except PromptError as error:
             raise GroupError(str(error), content=True) from None
 
-    async def _sample(
-        self, lease: Lease, prompt_ids: Int32Array, sample: int, places: Places
-    ) -> Rollout:
-        """One rollout of the group, checked and scored."""
-        name = f"group {lease.group_id} sample {sample}"
-        rollout = await self._generate(lease, prompt_ids, sample, name)
-        places.give_back(1)
-        self.num_tokens += len(rollout.token_ids)
-        self._check_logprobs(rollout, name)
-        text = await self._tokens.decode(rollout.token_ids[rollout.loss_mask])
-        score = await self._rewards.score(lease.row, text, name=name)
-        return replace(rollout, reward=score.reward, reward_parts=score.parts)
-
-    async def _generate(
-        self, lease: Lease, prompt_ids: Int32Array, sample: int, name: str
-    ) -> Rollout:
-        seed = sample_seed(self._config.seed, lease.kind, *lease.group_id, sample, lease.seed_k)
-        sampling = Sampling(
-            temperature=lease.temperature,
-            max_tokens=self._config.data.max_response_length,
-            stop_token_ids=self._tokens.end_ids,
-            stop=tuple(self._config.sampling.stop),
-        )
-
-        async def complete(token_ids: Int32Array) -> Completion:
-            return await self._engine.generate(
-                token_ids, sampling, seed=seed, request_id=str(next(self._request_ids))
+    def _version_at_start(self, lease: Lease) -> int:
+        """Swaps between lease and start only make it newer."""
+        version = self._engine.serving.version
+        if version < lease.min_version:
+            raise RuntimeError(
+                f"group {lease.group_id} was leased for version {lease.min_version} or newer, but "
+                f"{self._engine.serving} serves"
             )
+        return version
 
-        for attempt in range(1, MAX_TRIES + 1):
+    async def _survivors(self, work: Work, prompt_ids: Int32Array) -> tuple[Rollout, ...]:
+        """The rollouts that are finished in time."""
+        time_s = ROLLOUT_SHARE * work.lease.timeout_s
+        deadline = asyncio.get_running_loop().time() + time_s
+        losses = Losses(work.lease)
+
+        async def one(sample: int) -> Rollout | None:
             try:
-                return await single_turn(lease.row, Policy(prompt_ids, complete))
-            except RequestError as error:
-                reason = str(error)
-                log.warning("%s, try %d of %d: %s", name, attempt, MAX_TRIES, reason)
-        self._num_failed_in_a_row += 1
-        if self._num_failed_in_a_row >= MAX_FAILED_IN_A_ROW:
-            raise EngineError(f"{self._num_failed_in_a_row} rollouts failed in a row: {reason}")
-        raise GroupError(f"{name} failed {MAX_TRIES} times: {reason}", content=False)
+                async with asyncio.timeout_at(deadline):
+                    return await self._rollouts.make(work, prompt_ids, sample)
+            except RolloutError as error:
+                losses.add(error)
+            except TimeoutError:
+                losses.add(RolloutError(f"not finished in {time_s:g} s of the lease's time"))
+            return None
 
-    def _check_logprobs(self, rollout: Rollout, name: str) -> None:
-        """A sampled token without a finite logprob cannot be trained: its group is given up."""
-        self._num_rollouts += 1
-        if np.isfinite(rollout.logprobs[rollout.loss_mask]).all():
-            return
-        self._num_rejected += 1
-        if self._num_rejected >= max(MIN_REJECTED, MAX_REJECTED_SHARE * self._num_rollouts):
-            raise EngineError(
-                f"{self._num_rejected} of {self._num_rollouts} rollouts have non-finite logprobs "
-                f"(weights {self._engine.serving})"
-            )
-        raise GroupError(f"{name} has a non-finite logprob", content=True)
+        made = await _all_or_first_error([one(sample) for sample in range(work.lease.num_rollouts)])
+        if losses:
+            log.warning("group %s goes on without some: %s", work.lease.group_id, losses)
+        return tuple(rollout for rollout in made if rollout is not None)
 
 
-async def _all_or_first_error(rollouts: list[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:
+async def _all_or_first_error(
+    rollouts: list[Coroutine[Any, Any, Rollout | None]],
+) -> list[Rollout | None]:
     """All results, in order; at the first error the others are cancelled."""
     tasks = [asyncio.create_task(rollout) for rollout in rollouts]
     try:

@@ -27,6 +27,8 @@ class Member:
         """`ended` is done as soon as the buffer has said that the run is."""
         self.look: Callable[[], Heartbeat] = self._look_at_start
         """What this generator does now; called from the heartbeat's thread."""
+        self.give_up: Callable[[list[list[int]]], None] = lambda void: None
+        """Called on the event loop with leases that are this generator's no longer."""
         self._client = client
         self._ended = ended
         self._clock = clock
@@ -41,6 +43,9 @@ class Member:
         def on_done() -> None:
             loop.call_soon_threadsafe(self._finish)
 
+        def on_void(void: list[list[int]]) -> None:
+            loop.call_soon_threadsafe(self.give_up, void)
+
         self._heartbeat = HeartbeatThread(
             self._client.address,
             hello=self._client.hello,
@@ -48,6 +53,7 @@ class Member:
             look=lambda: self.look(),
             on_done=on_done,
         )
+        self._heartbeat.on_void = on_void
         self._heartbeat.start()
 
     def beat_now(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 
 import numpy as np
 
@@ -22,8 +23,7 @@ def scripted_completion(
     seed and version, mode fixed the seed alone; `versions` is `version` in both.
     """
     name = f"{seed}|{version}" if options.mode == "by_version" else f"{seed}"
-    digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
-    random = np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
+    random = np.random.Generator(np.random.PCG64(_hash(name)))
     wanted = int(random.integers(1, options.length + 1))
     length = min(wanted, sampling.max_tokens)
     token_ids = random.integers(0, vocab_size, size=length).astype(np.int32)
@@ -38,6 +38,18 @@ def scripted_completion(
     )
 
 
+def slowness(seed: int, options: ScriptedOptions) -> float:
+    """How many times as long as others the response with this seed takes: 1, or
+    `options.slow_factor` for a share of `options.slow_share` of all seeds."""
+    is_slow = _hash(f"slow|{seed}") < options.slow_share * 2**128
+    return options.slow_factor if is_slow else 1.0
+
+
+def _hash(name: str) -> int:
+    """Uniform below 2^128."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
+
+
 class ScriptedEngine:
     """Serves `scripted_completion` at a stated speed. Weights are adopted by name, never read."""
 
@@ -46,6 +58,8 @@ class ScriptedEngine:
         self._vocab_size = vocab_size
         self._serving = WeightId(0, 0)
         self._staged: WeightId | None = None
+        self._in_flight: dict[str, tuple[float, float]] = {}
+        """By request: when it began, and its tokens per second."""
 
     @property
     def serving(self) -> WeightId:
@@ -66,8 +80,17 @@ class ScriptedEngine:
             sampling=sampling,
             vocab_size=self._vocab_size,
         )
-        await asyncio.sleep(len(completion.token_ids) / self._options.tokens_per_s)
+        tokens_per_s = self._options.tokens_per_s / slowness(seed, self._options)
+        self._in_flight[request_id] = (time.monotonic(), tokens_per_s)
+        try:
+            await asyncio.sleep(len(completion.token_ids) / tokens_per_s)
+        finally:
+            del self._in_flight[request_id]
         return completion
+
+    def num_sampled(self, request_id: str) -> int:
+        began, tokens_per_s = self._in_flight.get(request_id, (0.0, 0.0))
+        return int((time.monotonic() - began) * tokens_per_s)
 
     async def stage(self, weights: WeightId, location: str) -> None:
         self._staged = weights

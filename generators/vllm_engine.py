@@ -80,6 +80,11 @@ class VllmEngine:
             raise RequestError(f"{type(error).__name__}: {error.__cause__ or error}") from error
         return _completion(last.outputs[0])
 
+    def num_sampled(self, request_id: str) -> int:
+        states = self._llm.output_processor
+        names = states.external_req_ids.get(request_id, ())
+        return sum(states.request_states[name].detokenizer.num_output_tokens() for name in names)
+
     async def stage(self, weights: WeightId, location: str) -> None:
         self._staged = None
         await self._rpc("stage", str(weights), location)

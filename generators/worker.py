@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from asyncrl.clock import PhaseClock
 from asyncrl.config.schema import Config
-from asyncrl.messages import Failed, Heartbeat, Lease, LeaseRequest, Started, Submit
+from asyncrl.messages import Failed, Heartbeat, LeaseRequest, Started, Submit
 from asyncrl.transport import Client
-from asyncrl.types import RolloutGroup, WeightId
+from asyncrl.types import WeightId
 from asyncrl.wire import encode_group
 from generators.engine import Engine, SwapTimes
-from generators.groups import GroupError, GroupMaker, Places, Room
+from generators.groups import GroupError, GroupMaker
 from generators.rewards import RewardWorkers
 from generators.tokens import Tokens
 from generators.weights_in import EvalPins, WeightsIn
+from generators.work import Room, VoidLease, Work
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class Worker:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._swapped = asyncio.Event()
-        self._held: dict[tuple[int, int, int], Lease] = {}
+        self._held: dict[tuple[int, ...], Work] = {}
         self._num_in_hand = 0
         self._has_started = False
         self._is_paused = False
@@ -103,6 +105,13 @@ class Worker:
             num_tokens=self._maker.num_tokens,
             paused_s=self._paused_s,
         )
+
+    def give_up(self, void: Sequence[Sequence[int]]) -> None:
+        """These leases ([epoch, position, attempt]) are no longer this generator's. Groups that are
+        finished and on their way to the buffer are left alone: they may still win."""
+        for key in map(tuple, void):
+            if key in self._held:
+                self._held[key].give_up()
 
     def _state(self) -> str:
         """The phase, and what the weights do beside it."""
@@ -170,19 +179,21 @@ class Worker:
     async def _ask(self, slots: int) -> None:
         request = LeaseRequest(slots=slots, serving=list(self._engine.serving))
         packet = await self._client.call(request, deadline_s=self._config.network.buffer_timeout_s)
+        self.give_up(packet.message.void)
         for lease in packet.message.leases:
-            self._spawn(self._serve(lease, self._room.take(lease.num_rollouts)))
+            self._spawn(self._serve(Work(lease, self._room, self._engine)))
         if packet.message.done and not self._ended.done():
             self._ended.set_result(None)
 
-    async def _serve(self, lease: Lease, places: Places) -> None:
+    async def _serve(self, work: Work) -> None:
         """One lease from its start to the buffer's verdict. Whatever the verdict is, the group is
         done with here: another generator may have been faster (superseded)."""
-        key = (*lease.group_id, lease.attempt)
+        lease = work.lease
+        key = (*lease.group, lease.attempt)
         self._num_in_hand += 1
         if lease.kind == "train":
-            self._held[key] = lease
-        message, frames = await self._finish(lease, places)
+            self._held[key] = work
+        message, frames = await self._finish(work)
         packet = await self._client.call(
             message, frames=frames, deadline_s=self._config.network.buffer_timeout_s
         )
@@ -192,43 +203,27 @@ class Worker:
         if packet.message.verdict == "invalid":
             log.warning("group %s was refused: %s", lease.group_id, packet.message.reason)
 
-    async def _finish(
-        self, lease: Lease, places: Places
-    ) -> tuple[Submit | Failed, tuple[bytes, ...]]:
-        """What is sent to the buffer when the group is finished, or has failed."""
+    async def _finish(self, work: Work) -> tuple[Submit | Failed, tuple[bytes, ...]]:
+        """What is sent to the buffer when the group is finished, has failed or is given up."""
+        lease = work.lease
+        about: dict[str, Any] = {
+            "kind": lease.kind,
+            "group": lease.group,
+            "attempt": lease.attempt,
+        }
+
+        async def tell_start(version: int) -> None:
+            await self._client.send(Started(**about, version=version))
+
+        pinned = self._pins.hold(lease.timeout_s) if lease.kind == "eval" else nullcontext()
         try:
-            group = await self._make_in_time(lease, places)
+            with pinned:
+                group = await work.unless_void(self._maker.make(work, on_start=tell_start))
         except GroupError as error:
             log.warning("group %s failed: %s", lease.group_id, error)
-            failed = Failed(
-                kind=lease.kind,
-                group=lease.group,
-                attempt=lease.attempt,
-                reason=str(error),
-                content=error.content,
-                hopeless=error.hopeless,
-            )
-            return failed, ()
-        submit = Submit(kind=lease.kind, group=lease.group, attempt=lease.attempt)
-        return submit, (encode_group(group),)
-
-    async def _make_in_time(self, lease: Lease, places: Places) -> RolloutGroup:
-        async def tell_start(version: int) -> None:
-            started = Started(
-                kind=lease.kind, group=lease.group, attempt=lease.attempt, version=version
-            )
-            await self._client.send(started)
-
-        try:
-            async with asyncio.timeout(lease.timeout_s):
-                if lease.kind == "train":
-                    return await self._maker.make(lease, places, on_start=tell_start)
-                with self._pins.hold(lease.timeout_s):
-                    return await self._maker.make(lease, places, on_start=tell_start)
-        except TimeoutError:
-            places.give_back_all()
-            raise GroupError(
-                f"not finished in {lease.timeout_s:g} s, the time of its lease: the generator may "
-                "be too slow for it",
-                content=False,
-            ) from None
+            content, hopeless = error.content, error.hopeless
+            return Failed(**about, reason=str(error), content=content, hopeless=hopeless), ()
+        except VoidLease as error:
+            log.info("group %s is given up: %s", lease.group_id, error)
+            return Failed(**about, reason=str(error), content=False, lengths=error.lengths), ()
+        return Submit(**about), (encode_group(group),)

@@ -151,6 +151,10 @@ class ScriptedOptions(Section):
     """Speed of one response, tokens per second."""
     length: PositiveInt = 8
     """Longest response; lengths vary with the seed from 1 to this, tokens."""
+    slow_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the responses, chosen by their seeds, that take slow_factor times as long."""
+    slow_factor: Annotated[float, Field(ge=1)] = 8.0
+    """Same tokens, at this part of the speed."""
 
 
 class Generator(Section):
