@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
+from collections import defaultdict
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from asyncrl.journal import Journal
 from asyncrl.journal_tables import BeatRow, Change
 from asyncrl.messages import End
 from asyncrl.report.page import write_report
-from asyncrl.report.reading import find_run, read_metrics, read_run
+from asyncrl.report.reading import RunRecords, find_run, read_metrics, read_run
 from asyncrl.report.samples import choose
 from asyncrl.report.series import (
     averaged,
@@ -44,14 +47,21 @@ from asyncrl.report.summary import (
     table,
     waiting_shares,
 )
-from asyncrl.report.timeline import Lane, Span, lanes, shares
+from asyncrl.report.timeline import binned, drawn_lanes, known_lanes
+from asyncrl.shares import Lane, Span
 
-PICTURES = ["reward", "staleness", "throughput", "timeline"]
+PICTURES = ["reward", "shares", "staleness", "throughput", "timeline"]
 
 
 @pytest.fixture
 def known(tmp_path: Path) -> Path:
     return write_run(tmp_path)
+
+
+def execute(run_dir: Path, statements: str) -> None:
+    """Changes the journal behind the back of all code."""
+    with closing(sqlite3.connect(run_dir / "journal.sqlite")) as database:
+        database.executescript(statements)
 
 
 def test_every_step_counts_once_at_the_time_it_was_first_trained(known: Path) -> None:
@@ -98,23 +108,41 @@ def test_the_runs_clock_leaves_out_the_pause_and_nothing_else(known: Path) -> No
     assert clock.total_s < 150
 
 
-def test_shares_of_a_process_add_up_to_one_where_it_was_there() -> None:
-    lane = Lane("it", [Span(0, 10, {"work": 4, "wait": 6}), Span(20, 25, {"work": 5})])
-    parts = shares(lane, np.linspace(0, 30, 7))
-    total = np.sum(list(parts.values()), axis=0)
-    assert total.tolist() == pytest.approx([1, 1, 0, 0, 1, 0])
-    assert parts["wait"].tolist() == pytest.approx([0.6, 0.6, 0, 0, 0, 0])
-    uneven = shares(lane, np.array([0.0, 7.0, 30.0]))
-    assert uneven["wait"] * np.array([7, 23]) == pytest.approx([4.2, 1.8])
+def test_a_process_is_drawn_in_full_and_where_it_was_not_there_as_away() -> None:
+    spans = [
+        Span(0, 10, {"training": 4, "waiting for a batch": 6}),
+        Span(20, 25, {"training": 5}),
+    ]
+    lane = Lane("it", "learner", spans)
+    parts = binned(lane, np.linspace(0, 30, 7))
+    assert np.sum(list(parts.values()), axis=0).tolist() == pytest.approx([1] * 6)
+    assert parts["waiting for a batch"].tolist() == pytest.approx([0.6, 0.6, 0, 0, 0, 0])
+    assert parts["away"].tolist() == pytest.approx([0, 0, 1, 1, 0, 1])
+    uneven = binned(lane, np.array([0.0, 7.0, 30.0]))
+    assert uneven["waiting for a batch"] * np.array([7, 23]) == pytest.approx([4.2, 1.8])
+
+
+def drawn_seconds(run: RunRecords) -> dict[str, dict[str, float]]:
+    """What the timeline shows of each process, in seconds by state."""
+    clock = run_clock(run)
+    found = {}
+    for lane in drawn_lanes(run, known_lanes(run, clock), clock):
+        total: defaultdict[str, float] = defaultdict(float)
+        for span in lane.spans:
+            for state, seconds in span.seconds.items():
+                total[state] += seconds
+        found[lane.name] = dict(total)
+    return found
 
 
 def test_time_of_each_process_is_that_of_its_records_and_beats(known: Path) -> None:
-    run = read_run(known)
-    found = {lane.name: lane.seconds() for lane in lanes(run, run_clock(run))}
+    found = drawn_seconds(read_run(known))
     assert list(found) == ["learner", "generator-0", "generator-1"]
-    assert found["learner"] == pytest.approx({"wait": 32, "work": 30, "replay": 10, "weights": 8})
-    assert found["generator-0"] == pytest.approx({"start": 10, "work": 42, "wait": 18})
-    assert found["generator-1"] == pytest.approx({"start": 5, "work": 21, "wait": 9})
+    learner = {"waiting for a batch": 32, "training": 30, "training again": 10}
+    assert found["learner"] == pytest.approx(learner | {"moving weights": 8})
+    names = ("starting", "generating", "waiting for leases")
+    assert found["generator-0"] == pytest.approx(dict(zip(names, (10, 42, 18), strict=True)))
+    assert found["generator-1"] == pytest.approx(dict(zip(names, (5, 21, 9), strict=True)))
 
 
 def test_the_speed_of_the_generators_is_what_their_heartbeats_counted(known: Path) -> None:
@@ -155,10 +183,11 @@ def test_the_learners_heartbeats_count_where_it_wrote_no_step(known: Path) -> No
     ]
     journal.write(Change(beats=tuple(beats))).result()
     journal.close()
-    run = read_run(known)
-    [learner, *_] = lanes(run, run_clock(run))
-    assert learner.seconds() == pytest.approx(
-        {"wait": 32, "work": 31, "replay": 10, "weights": 8, "save": 9}
+    assert drawn_seconds(read_run(known))["learner"] == pytest.approx(
+        {
+            **{"waiting for a batch": 32, "training": 31, "training again": 10},
+            **{"moving weights": 8, "saving": 9},
+        }
     )
 
 
@@ -184,12 +213,9 @@ def test_two_processes_of_one_name_that_live_together_have_a_row_each(known: Pat
         beat._replace(member=beat.member.replace("generator-1-", "generator-0-"))
         for beat in run.beats
     ]
-    twins = {lane.name for lane in lanes(read_run(known), run_clock(run))}
-    assert twins == {"learner", "generator-0", "generator-1"}
+    assert set(drawn_seconds(run)) == {"learner", "generator-0", "generator-1"}
     object.__setattr__(run, "beats", beats)
-    assert {lane.name for lane in lanes(run, run_clock(run))} == {
-        *("learner", "generator-0", "generator-0-cccc")
-    }
+    assert set(drawn_seconds(run)) == {"learner", "generator-0", "generator-0-cccc"}
 
 
 def test_fates_add_up_to_what_the_data_holds(known: Path) -> None:
@@ -218,9 +244,7 @@ def test_the_summary_says_what_the_records_say(known: Path) -> None:
 
 
 def test_a_bound_that_changed_on_resuming_is_told_in_order(known: Path) -> None:
-    journal = Journal(known)
-    journal._database.execute("UPDATE steps SET max_staleness=4 WHERE step>3")
-    journal.close()
+    execute(known, "UPDATE steps SET max_staleness=4 WHERE step>3")
     assert dict(table(gather(read_run(known))))["max_staleness"] == "2, then 4"
 
 
@@ -285,10 +309,8 @@ def test_many_steps_and_many_processes_can_be_drawn(known: Path) -> None:
     (known / "metrics.jsonl").write_text("\n".join(lines))
     journal = Journal(known)
     beats = read_run(known).beats[:3]
-    for i in range(20):
-        for beat in beats:
-            named = beat._replace(member=f"generator-{i}-ffff")
-            journal._database.execute("INSERT INTO beats VALUES(?,?,?,?,?,?,?)", named)
+    many = [beat._replace(member=f"generator-{i}-ffff") for i in range(20) for beat in beats]
+    journal.write(Change(beats=tuple(many))).result()
     journal.close()
     assert len(gather(read_run(known)).lanes) >= 20
     write_report(known)
@@ -301,12 +323,11 @@ def test_a_journal_that_is_damaged_is_named_in_one_message(known: Path) -> None:
 
 
 def test_a_journal_of_an_earlier_version_can_be_read(known: Path) -> None:
-    journal = Journal(known)
-    journal._database.executescript(
+    execute(
+        known,
         "DROP TABLE beats; ALTER TABLE groups DROP COLUMN leased_at; "
-        "ALTER TABLE steps DROP COLUMN at;"
+        "ALTER TABLE steps DROP COLUMN at;",
     )
-    journal.close()
     run = read_run(known)
     assert run.groups[0].leased_at is None
     assert [step.max_staleness for step in run.steps] == [BOUND] * STEPS
@@ -325,9 +346,7 @@ def test_a_run_is_found_by_name_and_a_near_name_is_told(
 
 
 def test_a_run_in_the_middle_is_not_called_ended(known: Path) -> None:
-    journal = Journal(known)
-    journal._database.execute("UPDATE meta SET value='4' WHERE key='committed'")
-    journal.close()
+    execute(known, "UPDATE meta SET value='4' WHERE key='committed'")
     assert outcome(read_run(known)) == "not at its end: 4 steps are trained"
 
 

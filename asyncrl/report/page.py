@@ -33,9 +33,14 @@ _PICTURES = {
         "Throughput",
         "The learner's speed counts its waiting; that of the generators is their sum.",
     ),
+    "shares": (
+        "Where the time went",
+        "The wall time of each process, from the begin of the run to its end, all its lives in one "
+        "bar. Away: it was not there, or nothing is known of it.",
+    ),
     "timeline": (
         "Who worked and who waited",
-        "Each row is a process; the colours fill it by the share of time. Empty: it was not there.",
+        "The same along the clock of the run: the colours fill each row by the share of time.",
     ),
 }
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
-from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
@@ -28,25 +25,10 @@ from asyncrl.report.axes import (
 )
 from asyncrl.report.series import averaged, sampling_speed, staleness_shares
 from asyncrl.report.summary import RunFacts
-from asyncrl.report.timeline import KINDS, Lane, shares
+from asyncrl.report.time_plots import shares_figure, timeline_figure
 
-_KIND_COLORS = {
-    "work": BLUE,
-    "wait": ORANGE,
-    "score": "#d2699a",
-    "weights": "#9a6fc4",
-    "replay": "#86bfe8",
-    "save": GREEN,
-    "start": "#a9b1ba",
-    "other": "#6c7681",
-}
 _COLUMNS = 300
 """Of the staleness picture: with more steps, a column is the mean of some."""
-_SHARE_SEEN = 0.002
-"""A kind that took less of all time cannot be seen, and is left out of the legend."""
-_BINS = 900
-_BAND, _GAP = 40, 5
-"""Pixels of a process's band in the timeline, and above and below it."""
 
 
 def draw_all(facts: RunFacts) -> dict[str, bytes]:
@@ -55,6 +37,7 @@ def draw_all(facts: RunFacts) -> dict[str, bytes]:
         "reward": reward_figure,
         "staleness": staleness_figure,
         "throughput": throughput_figure,
+        "shares": shares_figure,
         "timeline": timeline_figure,
     }
     drawn = {}
@@ -153,37 +136,3 @@ def throughput_figure(facts: RunFacts) -> Figure | None:
     time_axis(axes, facts.clock)
     figure.legend(loc="outside upper center", ncols=2)
     return figure
-
-
-def timeline_figure(facts: RunFacts) -> Figure | None:
-    """One row for each process: the share of its time that each activity took."""
-    if not facts.lanes or not facts.clock.total_s:
-        return None
-    rows = len(facts.lanes)
-    figure = Figure(figsize=(WIDTH_IN, 1.3 + 0.55 * rows), layout="constrained")
-    axes = figure.subplots()
-    end = facts.clock.total_s / time_unit(facts.clock.total_s)[0]
-    edges = np.linspace(0.0, facts.clock.total_s, _BINS + 1)
-    image = np.concatenate([_band(lane, edges) for lane in facts.lanes])
-    axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, end, rows, 0))
-    seconds = sum((Counter(lane.seconds()) for lane in facts.lanes), Counter[str]())
-    visible = [kind for kind in KINDS if seconds[kind] > _SHARE_SEEN * seconds.total()]
-    patches = [Patch(color=_KIND_COLORS[kind], label=KINDS[kind]) for kind in visible]
-    axes.set_yticks([row + 0.5 for row in range(rows)], [lane.name for lane in facts.lanes])
-    axes.tick_params(axis="y", length=0)
-    axes.grid(False)
-    time_axis(axes, facts.clock)
-    figure.legend(handles=patches, loc="outside upper center", ncols=3)
-    return figure
-
-
-def _band(lane: Lane, edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A process as an image [height, bins, RGBA]: each column is filled from below by the share
-    of every kind, in the order of KINDS; what is left is transparent."""
-    levels = (np.arange(_BAND) + 0.5) / _BAND
-    tops = np.cumsum(list(shares(lane, edges).values()), axis=0)  # [kinds, bins]
-    colors = np.array([*(to_rgba(_KIND_COLORS[kind]) for kind in KINDS), (0, 0, 0, 0)])
-    kinds = (tops[None] < levels[:, None, None]).sum(axis=1)  # [height, bins]
-    image = np.zeros((_BAND + 2 * _GAP, len(edges) - 1, 4))
-    image[_GAP:-_GAP] = colors[kinds[::-1]]
-    return image

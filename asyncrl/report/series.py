@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from asyncrl.journal_tables import BeatRow
 from asyncrl.report.reading import Record, RunRecords
+from asyncrl.shares import lanes
 
 PAUSE_S = 120.0
 """A longer stretch in which no process was heard of is cut out of the clock of the run."""
@@ -116,15 +117,10 @@ class RunClock:
 
 def run_clock(run: RunRecords) -> RunClock:
     """The clock of a run, from the times in its metrics and of its beats."""
-    spans = []
+    spans = [(span.begin_s, span.end_s) for lane in lanes(run.beats) for span in lane.spans]
     for record in run.metrics:
         took = record.get("time/step_s") or record.get("eval/duration_s") or 0.0
         spans.append((record["time"] - took, record["time"]))
-    last: dict[str, float] = {}
-    for beat in run.beats:
-        age = sum(json.loads(beat.seconds).values())
-        spans.append((last.get(beat.member, beat.at - age), beat.at))
-        last[beat.member] = beat.at
     return RunClock(spans)
 
 

@@ -20,7 +20,9 @@ from asyncrl.report.series import (
     tokens_in,
     trained_steps,
 )
-from asyncrl.report.timeline import Lane, lanes
+from asyncrl.report.timeline import known_lanes
+from asyncrl.shares import Lane, Shares, shares
+from asyncrl.states import AWAY, is_waiting
 
 
 class Line(NamedTuple):
@@ -38,11 +40,18 @@ class RunFacts(NamedTuple):
     steps: list[TrainedStep]
     evals: list[EvalPoint]
     lanes: list[Lane]
+    """What each process did, on the clock of the run."""
+
+    @property
+    def shares(self) -> list[Shares]:
+        """Where the wall time of each process went, over the whole run."""
+        return shares(self.lanes, since_s=0.0, until_s=self.clock.total_s)
 
 
 def gather(run: RunRecords) -> RunFacts:
     clock = run_clock(run)
-    return RunFacts(run, clock, trained_steps(run), evaluations(run), lanes(run, clock))
+    lanes = known_lanes(run, clock)
+    return RunFacts(run, clock, trained_steps(run), evaluations(run), lanes)
 
 
 def headline(facts: RunFacts) -> list[Line]:
@@ -140,17 +149,18 @@ def bounds(run: RunRecords) -> str:
 
 
 def waiting_shares(facts: RunFacts) -> list[tuple[str, float]]:
-    """Part of its time in which a process waited, for the learner and all generators together.
+    """Part of the time that it was there in which a process waited, for the learner and all
+    generators together.
 
     Counted from the end of the first step: before it, everybody waits for engines to load.
     """
     if not facts.steps:
         return []
     since_s = facts.clock.seconds(facts.steps[0].at)
-    learner = [lane for lane in facts.lanes if lane.name == "learner"]
-    generators = [lane for lane in facts.lanes if lane.name != "learner"]
-    found = [("learner", _share(learner, since_s)), ("generators", _share(generators, since_s))]
-    return [(name, share) for name, share in found if share is not None]
+    found = shares(facts.lanes, since_s=since_s, until_s=facts.clock.total_s)
+    roles = (("learner", "learner"), ("generators", "generator"))
+    waited = [(name, _waited([s for s in found if s.role == role])) for name, role in roles]
+    return [(name, share) for name, share in waited if share is not None]
 
 
 def duration(seconds: float) -> str:
@@ -202,7 +212,7 @@ def _num_lives(run: RunRecords) -> int:
     return max(int(record.get("attempt", 1)) for record in run.metrics)
 
 
-def _share(those: Sequence[Lane], since_s: float) -> float | None:
-    seconds = [lane.seconds(since_s=since_s) for lane in those]
-    total = sum(sum(each.values()) for each in seconds)
-    return sum(each.get("wait", 0.0) for each in seconds) / total if total else None
+def _waited(those: Sequence[Shares]) -> float | None:
+    states = [(state, s) for each in those for state, s in each.seconds.items() if state != AWAY]
+    total = sum(s for _, s in states)
+    return sum(s for state, s in states if is_waiting(state)) / total if total else None

@@ -1,102 +1,37 @@
-"""Who worked and who waited: the time of each process by kind of activity."""
+"""Who worked and who waited: the states of each process along the clock of the run."""
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.journal_tables import BeatRow
 from asyncrl.report.reading import Record, RunRecords
 from asyncrl.report.series import RunClock, is_replay
-
-KINDS = {
-    "work": "generates or trains",
-    "wait": "waits: for prompts, a batch or weights",
-    "score": "scores, nothing in the engine",
-    "weights": "weights out or in",
-    "replay": "trains again after a restart",
-    "save": "saves",
-    "start": "starts",
-    "other": "other",
-}
-"""Kinds of activity with what they are called in the legend."""
-
-_KIND_OF_PHASE = {
-    "prepare": "work",
-    "forward_backward": "work",
-    "optimizer": "work",
-    "wait_batch": "wait",
-    "commit": "wait",
-    "snapshot": "weights",
-    "drain": "weights",
-    "checkpoint": "save",
-    "export": "save",
-    "start": "start",
-    "starting": "start",
-    "generating": "work",
-    "scoring": "score",
-    "swapping": "weights",
-    "waiting for leases": "wait",
-}
+from asyncrl.shares import Lane, Span, lanes
+from asyncrl.states import AWAY, STATES, state_of
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A stretch of the run's clock and the seconds that each kind took of it."""
-
-    begin_s: float
-    end_s: float
-    seconds: dict[str, float]
+def known_lanes(run: RunRecords, clock: RunClock) -> list[Lane]:
+    """The lanes of the heartbeats; the learner's from its step records where it has none."""
+    known = lanes(run.beats, at=clock.seconds)
+    return known if _learners(known) else _with_learner(known, _recorded(run, clock))
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """One process, all of its lives one after the other."""
-
-    name: str
-    spans: list[Span]
-
-    def seconds(self, *, since_s: float = 0.0) -> dict[str, float]:
-        """Seconds of each kind, in the spans that lie, for the most part, after `since_s`."""
-        total: defaultdict[str, float] = defaultdict(float)
-        for span in self.spans:
-            if (span.begin_s + span.end_s) / 2 >= since_s:
-                for kind, seconds in span.seconds.items():
-                    total[kind] += seconds
-        return dict(total)
+def drawn_lanes(run: RunRecords, known: Sequence[Lane], clock: RunClock) -> list[Lane]:
+    """The lanes of the timeline: `known`, the learner's in more detail where it has written step
+    records."""
+    recorded = _recorded(run, clock)
+    others = [span for lane in _learners(known) for span in lane.spans]
+    return _with_learner(known, [*recorded, *_outside(recorded, others)])
 
 
-def lanes(run: RunRecords, clock: RunClock) -> list[Lane]:
-    """The learner from its step records, and from its heartbeats where there are none (at the end,
-    and before it was killed); generators from their heartbeats."""
-    learner = [span for record in run.metrics for span in _step_spans(record, clock)]
-    by_member: defaultdict[str, list[BeatRow]] = defaultdict(list)
-    for beat in run.beats:
-        by_member[beat.member].append(beat)
-    recorded = tuple(learner)
-    generators: dict[str, list[Span]] = {}
-    for member, beats in by_member.items():
-        spans = list(_beat_spans(beats, clock))
-        if beats[0].role == "learner":
-            learner += _outside(recorded, spans)
-        elif spans:
-            generators.setdefault(_lane_name(member, spans, generators), []).extend(spans)
-    found = [Lane(name, generators[name]) for name in sorted(generators)]
-    return [Lane("learner", learner), *found] if learner else found
-
-
-def shares(lane: Lane, edges: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-    """The share of each bin between `edges` (seconds) that went to each kind.
-
-    They add up to 1 where the process was there all the time, to 0 where it was not.
-    """
+def binned(lane: Lane, edges: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+    """The share of each bin between `edges` (seconds) that went to each state: they add up to 1,
+    with AWAY where the process was not there."""
     widths = np.diff(edges)
-    result = {kind: np.zeros(len(widths)) for kind in KINDS}
+    result = {state: np.zeros(len(widths)) for state in STATES}
     for span in lane.spans:
         first = int(np.clip(np.searchsorted(edges, span.begin_s, "right") - 1, 0, len(widths) - 1))
         last = int(np.clip(np.searchsorted(edges, span.end_s, "left"), first + 1, len(widths)))
@@ -104,14 +39,28 @@ def shares(lane: Lane, edges: NDArray[np.float64]) -> dict[str, NDArray[np.float
         overlap = np.minimum(high, span.end_s) - np.maximum(low, span.begin_s)
         covered = np.clip(overlap, 0, None) / widths[first:last]
         total = max(sum(span.seconds.values()), 1e-9)
-        for kind, seconds in span.seconds.items():
-            result[kind][first:last] += covered * seconds / total
+        for state, seconds in span.seconds.items():
+            result[state][first:last] += covered * seconds / total
+    there = np.sum(list(result.values()), axis=0)
+    result[AWAY] = np.clip(1 - there, 0, None)
     return result
 
 
-def kind_of(phase: str) -> str:
-    """The kind of activity that a phase of a process's clock is."""
-    return _KIND_OF_PHASE.get(phase, "other")
+def _learners(known: Sequence[Lane]) -> list[Lane]:
+    return [lane for lane in known if lane.role == "learner"]
+
+
+def _with_learner(known: Sequence[Lane], spans: list[Span]) -> list[Lane]:
+    """With one learner that did this, behind the buffer and before the generators."""
+    spans = sorted(spans, key=lambda span: span.begin_s)
+    buffers = [lane for lane in known if lane.role == "buffer"]
+    generators = [lane for lane in known if lane.role == "generator"]
+    return [*buffers, *([Lane("learner", "learner", spans)] if spans else []), *generators]
+
+
+def _recorded(run: RunRecords, clock: RunClock) -> list[Span]:
+    """What the learner did, by its step records."""
+    return [span for record in run.metrics for span in _step_spans(record, clock)]
 
 
 def _step_spans(record: Record, clock: RunClock) -> Iterator[Span]:
@@ -125,26 +74,11 @@ def _step_spans(record: Record, clock: RunClock) -> Iterator[Span]:
     }
     begin = clock.seconds(record["time"] - sum(phases.values()))
     for phase, seconds in phases.items():
-        kind = kind_of(phase)
-        if kind == "work" and is_replay(record):
-            kind = "replay"
-        yield Span(begin, begin + seconds, {kind: seconds})
+        state = state_of(phase)
+        if state == "training" and is_replay(record):
+            state = "training again"
+        yield Span(begin, begin + seconds, {state: seconds})
         begin += seconds
-
-
-def _beat_spans(beats: list[BeatRow], clock: RunClock) -> Iterator[Span]:
-    """From each heartbeat of one process to the next; the first from the process's start on."""
-    before: dict[str, float] = {}
-    last_at: float | None = None
-    for beat in beats:
-        phases: dict[str, float] = json.loads(beat.seconds)
-        spent: defaultdict[str, float] = defaultdict(float)
-        for phase, seconds in phases.items():
-            spent[kind_of(phase)] += max(0.0, seconds - before.get(phase, 0.0))
-        since = beat.at - sum(spent.values()) if last_at is None else last_at
-        if sum(spent.values()) > 0:
-            yield Span(clock.seconds(since), clock.seconds(beat.at), dict(spent))
-        before, last_at = phases, beat.at
 
 
 def _outside(known: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
@@ -154,11 +88,3 @@ def _outside(known: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
     middles = [(span.begin_s + span.end_s) / 2 for span in spans]
     is_inside = np.searchsorted(begins, middles, "right") > np.searchsorted(ends, middles, "right")
     return [span for span, inside in zip(spans, is_inside, strict=True) if not inside]
-
-
-def _lane_name(member: str, spans: list[Span], there: dict[str, list[Span]]) -> str:
-    """`generator-0` for all lives of it (members are named generator-0-8f3a), unless two lives
-    of that name overlap: then they are two processes."""
-    name = member.rpartition("-")[0] or member
-    is_free = name not in there or there[name][-1].end_s <= spans[0].begin_s + 1.0
-    return name if is_free else member
