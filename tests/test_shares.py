@@ -116,7 +116,7 @@ def test_two_processes_of_one_name_that_live_together_have_a_row_each() -> None:
     beats = one.beats("generator-0-aaaa", [1.0], [0.0]) + two.beats(
         "generator-0-bbbb", [1.0], [0.0]
     )
-    assert [lane.name for lane in lanes(beats)] == ["generator-0", "generator-0-bb"]
+    assert [lane.name for lane in lanes(beats)] == ["generator-0", "generator-0-bbbb"]
 
 
 def test_the_buffer_and_the_learner_come_first() -> None:
