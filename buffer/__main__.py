@@ -23,9 +23,9 @@ from asyncrl.config import Config
 from asyncrl.config.load import load_resolved, save_resolved
 from asyncrl.disk import write_whole
 from asyncrl.handshake import buffer_settings
-from asyncrl.journal import Journal
 from asyncrl.run_dir import RunDir
 from asyncrl.tasks.rows import load_rows
+from buffer.room import open_journal
 from buffer.run import Run
 from buffer.server import BufferServer
 
@@ -50,7 +50,7 @@ def main() -> int:
 
 async def _serve(config: Config, run_dir: RunDir) -> int:
     rows = await asyncio.to_thread(load_rows, config)
-    journal = Journal(run_dir.path)
+    journal = open_journal(run_dir.path, config)
     try:
         run = Run(config, train=rows.train, val=rows.val, journal=journal, now=time.monotonic())
         server = _listen(run, config.network.buffer, run_dir)

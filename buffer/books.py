@@ -9,15 +9,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from asyncrl.config import Config
-from asyncrl.journal import Journal
 from asyncrl.journal_tables import BeatRow, Change, EvalRow, Stored
 from asyncrl.messages import End, Record
 from asyncrl.types import Row
 from buffer.evaluation import Evaluations
-from buffer.groups import FATES
 from buffer.ledger import Ledger
 from buffer.policy import StalenessPolicy
 from buffer.prompts import Prompts, pack_rows
+from buffer.room import AnyJournal, JournalRoom
 from buffer.tally import Tally
 from buffer.training import Training
 
@@ -32,11 +31,11 @@ class Books:
         *,
         train: Sequence[Row],
         val: Sequence[Row],
-        journal: Journal,
+        journal: AnyJournal,
         now: float,
     ) -> None:
-        """Goes on where the journal ends. ValueError when data or B differ from the journal's, and
-        for a row that cannot be sent."""
+        """Goes on where the journal ends. ValueError when data or B differ from the journal's,
+        for a row that cannot be sent, and for a journal with too little room."""
         for _ in pack_rows(val, "data.val_files"):
             pass  # raises for a row that cannot be sent
         stored = journal.stored
@@ -52,6 +51,7 @@ class Books:
         self.ledger = _restored_ledger(config, self.prompts, stored, now)
         self.training = Training(self.ledger, stored)
         self.ledger.forget(before_step=self.training.oldest_step)
+        self.room = JournalRoom(config, journal=journal, ledger=self.ledger, training=self.training)
         self.evaluations = _restored_evaluations(config, val, stored, now)
         self.tally = Tally()
         self.tally.restore(stored.meta.get("staleness", "{}"))
@@ -80,11 +80,6 @@ class Books:
                 meta=self._changed_meta(end),
             )
         )
-
-    def retain(self) -> None:
-        """Deletes payloads that no checkpoint can ask for."""
-        settled = [state.value for state in FATES]
-        self.journal.retain(from_step=self.training.oldest_step, settled=settled)
 
     def _changed_meta(self, end: End | None) -> dict[str, str]:
         before, self._saved_meta = self._saved_meta, self._meta(end)

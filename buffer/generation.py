@@ -37,7 +37,7 @@ class Generation:
         self._evaluations = books.evaluations
         self._prompts = books.prompts
         self._tally = books.tally
-        self._journal = books.journal
+        self._room = books.room
         self._leases = watch.leases
         self._suspension = watch.suspension
 
@@ -138,6 +138,8 @@ class Generation:
         )
 
     def _train_lease(self, member: Member, serving: int, now: float) -> Lease | None:
+        if not self._room.may_lease():
+            return None
         group = self._ledger.lease(member.name, serving_version=serving, now=now)
         if group is None or group.version is None:
             return None
@@ -170,7 +172,7 @@ class Generation:
             oldest_version=arrival.oldest_version,
             token_versions=arrival.token_versions,
             reward=arrival.reward_mean,
-            payload=self._journal.append(frame),
+            payload=self._room.store(frame, is_filtered=reason is not None),
             filtered_because=reason,
         )
         self._tally.arrived(arrival, filtered=reason is not None)

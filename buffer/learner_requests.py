@@ -90,7 +90,12 @@ class LearnerRequests:
             member.heard_end, self._run.books.training.end_step = True, fetch.step
             return found.model_copy(update={"records": self._mail.take()})
         reason = self._note_waiting(fetch.step)
-        return Waiting(step=fetch.step, reason=reason, records=self._mail.take())
+        return Waiting(
+            step=fetch.step,
+            reason=reason,
+            checkpoint=self._run.books.room.needs_checkpoint(),
+            records=self._mail.take(),
+        )
 
     async def _batch(self, batch: AssignedBatch) -> transport.Reply:
         refs = [group.payload for group in batch.groups if group.payload is not None]
@@ -119,7 +124,10 @@ class LearnerRequests:
         refused = self._run.commit(message, now=time.monotonic())
         await self._changes.save()
         end = self._run.end
-        return refused or Committed(stop=end is not None and end.stopped)
+        return refused or Committed(
+            stop=end is not None and end.stopped,
+            checkpoint=self._run.books.room.wants_checkpoint(),
+        )
 
     async def _published(self, member: Member, packet: Packet, message: Published) -> Message:
         refused = self._run.books.training.published(message)
@@ -129,7 +137,8 @@ class LearnerRequests:
     async def _checkpointed(self, member: Member, packet: Packet, message: Checkpointed) -> Message:
         refused = self._run.books.training.checkpointed(message)
         await self._changes.save()
-        self._run.books.retain()
+        await asyncio.wrap_future(self._run.books.room.retain())
+        await self._changes.save()  # wakes those who wait for the room
         return refused or Ok()
 
 

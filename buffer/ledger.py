@@ -115,7 +115,7 @@ class Ledger:
         oldest_version: int | None,
         token_versions: dict[int, int],
         reward: float | None,
-        payload: PayloadRef,
+        payload: PayloadRef | None,
         filtered_because: str | None,
     ) -> None:
         """Takes a group that was judged `accepted`: READY, or FILTERED with the reason. `reward` is

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from asyncrl.config import Config
-from asyncrl.journal import Journal
 from asyncrl.journal_tables import StepRow
 from asyncrl.messages import (
     Commit,
@@ -27,6 +26,7 @@ from buffer.ending import Ending
 from buffer.generation import Generation
 from buffer.groups import Group, State
 from buffer.members import Member
+from buffer.room import AnyJournal
 from buffer.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Run:
         *,
         train: Sequence[Row],
         val: Sequence[Row],
-        journal: Journal,
+        journal: AnyJournal,
         now: float,
     ) -> None:
         """ValueError as of Books."""
@@ -136,7 +136,9 @@ class Run:
         """Whatever time alone brings: dead members, late leases and evaluations, a stall."""
         self.watch.look_for_members(now=now)
         self.generation.expire(now=now)
-        reason = self.watch.why_stalled(now=now) if self.end is None else None
+        reason = None
+        if self.end is None:
+            reason = self.books.room.why_stuck() or self.watch.why_stalled(now=now)
         if reason is not None:
             self.ending.give_up(reason)
 
