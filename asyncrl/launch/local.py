@@ -14,6 +14,7 @@ from asyncrl.launch.checks import check_port, check_run
 from asyncrl.launch.children import Children, Program, role_command
 from asyncrl.launch.failures import DRAINED
 from asyncrl.launch.open_run import open_run_dir
+from asyncrl.launch.output import plain_console
 from asyncrl.launch.placement import Placement, count_cores, place, visible_gpus
 from asyncrl.launch.progress import Progress, print_summary
 from asyncrl.launch.ranks import learner_command
@@ -30,13 +31,14 @@ def run_local(path: Path, overrides: Sequence[str]) -> int:
     config = check_run(load_config(path, overrides))
     check_port(config)
     placement = place(config, gpus=visible_gpus(), num_cores=count_cores())
-    console, errors = Console(), Console(stderr=True)
+    # a run goes on whether or not somebody can see it
+    console, errors = plain_console(is_needed=False), plain_console(stderr=True, is_needed=False)
     with Signals() as signals, open_run_dir(config, config_name=path.stem) as (run_dir, config):
         run_dir.buffer_address.unlink(missing_ok=True)  # everybody is new: any port will do
         config = placement.in_config(config)
         save_resolved(config, run_dir.config_of("buffer"))
-        console.print(f"run directory {run_dir.path}", highlight=False, soft_wrap=True)
-        console.print(placement.describe(), highlight=False)
+        console.print(f"run directory {run_dir.path}", soft_wrap=True)
+        console.print(placement.describe())
         try:
             with Children(run_dir.logs) as children:
                 supervisor = _supervisor(config, run_dir, placement, children, console, errors)
@@ -46,7 +48,7 @@ def run_local(path: Path, overrides: Sequence[str]) -> int:
         if code == DRAINED:
             name = run_dir.path.name
             again = f"go on with the same command and run_name={name} checkpoint.resume=auto"
-            errors.print(again, highlight=False, soft_wrap=True)
+            errors.print(again, soft_wrap=True)
     if not supervisor.was_cut_short:
         _tell_result(run_dir, console, errors, is_good=code == 0)
     return code
@@ -60,9 +62,9 @@ def _tell_result(run_dir: RunDir, console: Console, errors: Console, *, is_good:
             print_summary(console, run_dir)
         from asyncrl.report.page import write_report
 
-        console.print(f"report {write_report(run_dir.path)}", highlight=False, soft_wrap=True)
+        console.print(f"report {write_report(run_dir.path)}", soft_wrap=True)
     except Exception as error:  # drawing is never worth the exit code of a run
-        errors.print(f"there is no report: {error!r}", markup=False, soft_wrap=True)
+        errors.print(f"there is no report: {error!r}", soft_wrap=True)
 
 
 def _supervisor(

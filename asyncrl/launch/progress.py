@@ -70,7 +70,7 @@ class Progress:
     def _step(self, record: dict[str, Any]) -> None:
         if not self._has_header:
             self._has_header = True
-            self._console.print(f"{_HEADER}\n{_UNITS}", style="bold", highlight=False)
+            self._console.print(f"{_HEADER}\n{_UNITS}", style="bold")
         line = step_line(record, self._max_steps)
         if is_replay(record):
             self._say(f"{line}  again")
@@ -81,7 +81,7 @@ class Progress:
 
     def _say(self, text: str) -> None:
         self._said_at = time.monotonic()
-        self._console.print(f"{self._elapsed()}  {text}", highlight=False, soft_wrap=True)
+        self._console.print(f"{self._elapsed()}  {text}", soft_wrap=True)
 
     def _elapsed(self) -> str:
         return minutes(time.monotonic() - self._started)

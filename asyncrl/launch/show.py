@@ -9,10 +9,10 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.text import Text
 
 from asyncrl.journal_tables import GroupRow
+from asyncrl.launch.output import plain_console
 from asyncrl.report.reading import RunRecords, find_run, read_run
 from asyncrl.report.rollouts import ShownGroup, ShownRollout, show, text_decoder, version_spans
 from asyncrl.report.summary import fates_text
@@ -46,11 +46,12 @@ def show_rollouts(name: str, *, wanted: Filter, limit: int, as_json: bool) -> in
     if as_json:
         print(json.dumps([dataclasses.asdict(group) for group in groups]))
         return 0
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = plain_console()
     for group in groups:
         for line in group_lines(group, run):
-            console.print(line)
-    console.print(_hint(run, shown=len(groups), found=len(found), wanted=wanted), style="dim")
+            console.print(line, soft_wrap=True)
+    hint = _hint(run, shown=len(groups), found=len(found), wanted=wanted)
+    console.print(hint, style="dim", soft_wrap=True)
     return 0
 
 

@@ -17,8 +17,10 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     from asyncrl.launch import cli
+    from asyncrl.launch.output import checked_output
 
-    cli.main()
+    with checked_output():
+        cli.main()
 
 
 def _end(number: int, frame: object) -> None:

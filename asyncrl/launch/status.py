@@ -90,7 +90,7 @@ def _print(values: Values, *, as_json: bool, is_watched: bool) -> None:
     if as_json:
         print(json.dumps(values), flush=True)
         return
-    console = Console()
+    console = Console(markup=False, emoji=False)
     if is_watched:
         console.clear()
     console.print(screen(values, width=console.width))

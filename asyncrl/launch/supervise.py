@@ -225,12 +225,16 @@ class Supervisor:
         if failure.reason:
             self._tell(f"the run failed: {failure.reason} (logs: {child.log.parent})")
             return
+        lines = telling_lines(child.log_text())
+        if not lines:
+            self._tell(f"{child.name} {failure.how}, without a word ({child.log})")
+            return
         self._tell(f"{child.name} {failure.how}. What it said last ({child.log}):")
-        for line in telling_lines(child.log_text()):
-            self._errors.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
+        for line in lines:
+            self._errors.print(f"    {line}", soft_wrap=True)
 
     def _tell(self, text: str) -> None:
-        self._errors.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._errors.print(text, soft_wrap=True)
 
 
 def _phase(status: dict[str, Any]) -> str:
