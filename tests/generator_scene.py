@@ -75,8 +75,10 @@ def lease(position: int, **changes: Any) -> Lease:
 class Running:
     """A worker that runs against a small buffer inside the test's loop."""
 
-    def __init__(self, buffer: SmallBuffer, worker: Worker, task: asyncio.Task[None]) -> None:
-        self.buffer, self.worker, self.task = buffer, worker, task
+    def __init__(
+        self, buffer: SmallBuffer, address: str, worker: Worker, task: asyncio.Task[None]
+    ) -> None:
+        self.buffer, self.address, self.worker, self.task = buffer, address, worker, task
 
     async def groups(self, count: int) -> None:
         """Waits until `count` groups came, or passes the worker's failure on."""
@@ -129,7 +131,7 @@ class Scene:
             on_swap=lambda: None,
         )
         task = asyncio.create_task(worker.run())
-        self.running = Running(buffer, worker, task)
+        self.running = Running(buffer, address, worker, task)
         return self.running
 
     async def __aexit__(self, *error: object) -> None:

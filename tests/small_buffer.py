@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -44,6 +44,12 @@ class SmallBuffer:
         """What it says that members must agree with."""
         self.verdict = Verdict(verdict="accepted")
         """Answer to whatever is submitted."""
+        self.void: list[list[int]] = []
+        """Leases that the next answer to a LeaseRequest says are void."""
+        self.void_held: list[list[int]] = []
+        """Leases that every Beat says are void, as long as they are held."""
+        self.on_submit: Callable[[Submit], None] = lambda submit: None
+        """Called before the verdict."""
         self.silent = False
         """True: takes every message and answers none, as a dead buffer would."""
         self.started: list[Started] = []
@@ -83,6 +89,7 @@ class SmallBuffer:
                 return None
             case Submit():
                 self.groups.append(decode_group(packet.frames[0]))
+                self.on_submit(message)
                 return self.verdict
             case Failed():
                 self.failed.append(message)
@@ -90,7 +97,8 @@ class SmallBuffer:
             case Heartbeat():
                 self.beats.append(message)
                 weights, _ = self.published
-                return Beat(inc=weights.inc, version=weights.version, done=self.done)
+                void = [key for key in message.held if key in self.void_held]
+                return Beat(inc=weights.inc, version=weights.version, void=void, done=self.done)
             case Leave():
                 self.left.append(message)
                 return Ok()
@@ -105,10 +113,11 @@ class SmallBuffer:
             fit = [x for x in self.leases if x.min_version <= request.weights.version]
             return fit[: request.slots]
 
-        await self._wait(lambda: bool(ready()) or self.done)
+        await self._wait(lambda: bool(ready() or self.void or self.done))
         granted = ready()
+        void, self.void = self.void, []
         self.leases = [lease for lease in self.leases if lease not in granted]
-        return Leases(leases=granted, done=self.done)
+        return Leases(leases=granted, void=void, done=self.done)
 
     async def _wait(self, condition: Any) -> None:
         for _ in range(int(WAIT_S / 0.01)):

@@ -48,3 +48,22 @@ def test_a_batch_without_any_spread_is_all_zero() -> None:
 def test_rewards_of_other_groups_do_not_reach_a_groups_baseline() -> None:
     alone = compute_advantages([FIVE], std="group")[0]
     assert compute_advantages([OTHER, FIVE, [9.0, 8.0]], std="group")[1] == alone
+
+
+THREE = [2.0, 5.0, 5.0]
+"""Of a group that lost two of its five rollouts: mean 4, deviations -2, 1, 1."""
+
+
+def test_groups_of_different_sizes_in_one_batch() -> None:
+    """By hand. FIVE: mean 0.6, deviations 0.4, -0.6, -0.6, 0.4, 0.4, sum of squares 1.2; THREE: sum
+    of squares 6. ddof=1: sqrt(1.2 / 4) = 0.547723, sqrt(6 / 2) = 1.732051. Over the batch:
+    sqrt((1.2 + 6) / 8) = 0.948683."""
+    none = compute_advantages([FIVE, THREE], std="none")
+    assert none[0] == pytest.approx([0.4, -0.6, -0.6, 0.4, 0.4])
+    assert none[1] == pytest.approx([-2, 1, 1])
+    group = compute_advantages([FIVE, THREE], std="group")
+    assert group[0] == pytest.approx([0.730295, -1.095443, -1.095443, 0.730295, 0.730295], abs=1e-5)
+    assert group[1] == pytest.approx([-1.154700, 0.577350, 0.577350], abs=1e-5)
+    batch = compute_advantages([FIVE, THREE], std="batch")
+    assert batch[0] == pytest.approx([0.421637, -0.632456, -0.632456, 0.421637, 0.421637], abs=1e-6)
+    assert batch[1] == pytest.approx([-2.108185, 1.054093, 1.054093], abs=1e-6)

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.config.schema import ScriptedOptions
 from asyncrl.types import Completion, Sampling, WeightId
 from generators.engine import RequestError
-from generators.scripted_engine import ScriptedEngine, scripted_completion
+from generators.scripted_engine import ScriptedEngine, scripted_completion, slowness
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=6, stop_token_ids=(1, 2))
 PROMPT = np.array([5, 6], np.int32)
@@ -81,3 +81,41 @@ def test_an_empty_prompt_is_a_failed_request() -> None:
     engine = ScriptedEngine(ScriptedOptions(), vocab_size=64)
     with pytest.raises(RequestError, match="empty prompt"):
         asyncio.run(engine.generate(PROMPT[:0], SAMPLING, seed=5, request_id="a"))
+
+
+def test_a_seeded_share_of_the_responses_takes_slow_factor_times_as_long() -> None:
+    options = ScriptedOptions(slow_share=0.1, slow_factor=8)
+    slow = [seed for seed in range(5000) if slowness(seed, options) == 8]
+    assert 0.08 < len(slow) / 5000 < 0.12
+    assert all(slowness(seed, ScriptedOptions(slow_factor=8)) == 1 for seed in slow)
+    quick = next(seed for seed in range(5000) if seed not in slow)
+
+    async def took_s(seed: int) -> float:
+        options = ScriptedOptions(tokens_per_s=100, slow_share=0.1, slow_factor=8)
+        engine = ScriptedEngine(options, vocab_size=64)
+        began = time.monotonic()
+        completion = await engine.generate(PROMPT, SAMPLING, seed=seed, request_id="a")
+        assert same(completion, sample(seed, 0)), "slow or not, the tokens are the same"
+        return (time.monotonic() - began) / len(completion.token_ids)
+
+    assert asyncio.run(took_s(slow[0])) >= 0.08
+    assert 0.01 <= asyncio.run(took_s(quick)) < 0.08
+
+
+def test_tokens_of_a_request_in_flight_can_be_counted() -> None:
+    engine = ScriptedEngine(ScriptedOptions(tokens_per_s=100), vocab_size=64)
+    seed = next(seed for seed in range(100) if len(sample(seed, 0).token_ids) == 6)
+
+    async def scenario() -> list[int]:
+        request = asyncio.create_task(engine.generate(PROMPT, SAMPLING, seed=seed, request_id="a"))
+        counts = []
+        while not request.done():
+            await asyncio.sleep(0.005)
+            counts.append(engine.num_sampled("a"))
+        assert engine.num_sampled("b") == 0
+        return counts
+
+    *during, after = asyncio.run(scenario())
+    assert during == sorted(during)
+    assert 0 < max(during) <= 6
+    assert after == 0, "it is finished"

@@ -45,3 +45,9 @@ def missing_answer(data_source, solution_str, ground_truth, extra_info):
 def slow(data_source, solution_str, ground_truth, extra_info):
     time.sleep(0.3)
     return 1.0
+
+
+def hang_if_asked(data_source, solution_str, ground_truth, extra_info):
+    if ground_truth == "hang":
+        time.sleep(600)
+    return 1.0
