@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncrl.config import Config
+from asyncrl.journal import Journal, open_read_only
+from asyncrl.journal_tables import Change
 from asyncrl.launch.open_run import as_begun, open_run_dir
 from asyncrl.run_dir import RunDir
 
@@ -176,3 +178,37 @@ def test_a_checkpoint_of_another_model_is_refused(
     checkpoint = write_checkpoint(tmp_path / "old", 1, **tensors)
     with pytest.raises(ValueError, match=says):
         opened(config(tmp_path, str(checkpoint)))
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "name", "message"),
+    [
+        ("d/" * 400, "mine", "has .* bytes, 480 are the most.*: set output_dir"),
+        ("d" * 256, "mine", "256 in one name, 255 are the most: set output_dir"),
+        ("d", "n" * 201, "run_name: n* has 201 bytes, 200 are the most"),
+        ("d", None, "run_name: n*-.* has 256 bytes, 200 are the most"),
+    ],
+)
+def test_names_that_are_too_long_are_refused_before_anything_is_made(
+    tmp_path: Path, output_dir: str, name: str | None, message: str
+) -> None:
+    long = config(tmp_path, name=name).model_copy(
+        update={"output_dir": str(tmp_path / "runs" / output_dir)}
+    )
+    with pytest.raises(ValueError, match=message), open_run_dir(long, config_name="n" * 240):
+        pass
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_longest_names_that_are_allowed_have_room_for_a_journal(tmp_path: Path) -> None:
+    parent = tmp_path / "runs"
+    while len(str(parent)) < 480 - 201 - 60:
+        parent /= "d" * 50
+    parent /= "d" * (480 - 202 - len(str(parent)))
+    longest = config(tmp_path, name="n" * 200).model_copy(update={"output_dir": str(parent)})
+    run_dir, _ = opened(longest)
+    assert len(str(run_dir.path)) == 480
+    journal = Journal(run_dir.path)
+    journal.write(Change(meta={"inc": "1"})).result()
+    journal.close()
+    assert open_read_only(run_dir.path).execute("SELECT COUNT(*) FROM meta").fetchone() > (0,)

@@ -16,6 +16,12 @@ from asyncrl.launch.version_zero import check_checkpoint, make_start_model, read
 from asyncrl.run_dir import RunDir
 
 _LOCK = "launcher.lock"
+_MAX_NAME = 200
+"""Bytes of a run's name: directories and files beside it are called like it and a little more, and
+255 are the most that a file system takes."""
+_MAX_PART = 255
+_MAX_PATH = 480
+"""Bytes of a run directory: SQLite takes 512 for the journal in it."""
 
 
 @contextmanager
@@ -26,10 +32,11 @@ def open_run_dir(config: Config, *, config_name: str) -> Iterator[tuple[RunDir, 
 
     Raises ValueError when there is something in it and checkpoint.resume does not say to go on,
     when another process is at work in it, when a checkpoint cannot be begun from, and when it
-    cannot be made.
+    cannot be made or its name is too long.
     """
     name = config.run_name or f"{config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = RunDir((Path(config.output_dir) / name).absolute())
+    _check_length(run_dir.path)
     checkpoint = _named_checkpoint(config)
     is_own = checkpoint is not None and checkpoint.parent == run_dir.checkpoints.resolve()
     origin = None if is_own else checkpoint
@@ -57,6 +64,22 @@ def as_begun(config: Config, run_dir: RunDir) -> Config:
     if not run_dir.start.is_dir():
         return config
     return _resuming(with_model(config, run_dir.start), read_origin(run_dir.start))
+
+
+def _check_length(path: Path) -> None:
+    """ValueError for what a file system, or SQLite, would refuse later."""
+    name, whole = len(os.fsencode(path.name)), len(os.fsencode(path))
+    if name > _MAX_NAME:
+        raise ValueError(
+            f"run_name: {path.name} has {name} bytes, {_MAX_NAME} are the most: choose a shorter "
+            "one (without run_name it is the config's name and the time)"
+        )
+    longest = max(len(os.fsencode(part)) for part in path.parts)
+    if whole > _MAX_PATH or longest > _MAX_PART:
+        raise ValueError(
+            f"run directory {path} has {whole} bytes, {_MAX_PATH} are the most, and {longest} in "
+            f"one name, {_MAX_PART} are the most: set output_dir to a shorter one"
+        )
 
 
 def _named_checkpoint(config: Config) -> Path | None:
