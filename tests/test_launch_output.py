@@ -65,6 +65,16 @@ def test_a_command_whose_reader_has_gone_ends_without_a_word(
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("role", ["show", "status", "report"])
+def test_a_name_that_no_file_can_have_is_one_message(role: str) -> None:
+    ended = subprocess.run(
+        command([role, "n" * 300], Path()), capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("asyncrl-launch: n")
+    assert ended.stderr.count("\n") == 1
+
+
 def test_a_run_goes_on_when_its_progress_can_no_longer_be_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

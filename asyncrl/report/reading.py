@@ -89,8 +89,11 @@ class RunRecords:
 def find_run(name: str) -> Path:
     """The run directory that `name` is, or the one of that name in runs/. Raises ValueError."""
     for path in (Path(name), RUNS / name):
-        if any((path / file).is_file() for file in ("run_id", "journal.sqlite")):
-            return path
+        try:
+            if any((path / file).is_file() for file in ("run_id", "journal.sqlite")):
+                return path
+        except OSError as error:
+            raise ValueError(f"{path} cannot be looked at: {error.strerror}") from None
     here = [path.name for path in RUNS.iterdir()] if RUNS.is_dir() else []
     raise ValueError(
         f"{name}: neither a run directory (it would hold run_id) nor the name of one in "
