@@ -19,7 +19,10 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from generator_scene import Scene, lease
+from generator_scene import make_config as make_scene_config
 from safetensors.torch import load_file
+from small_buffer import SmallBuffer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import generators.vllm_engine
@@ -27,6 +30,8 @@ from asyncrl.config.schema import Config
 from asyncrl.types import Completion, Sampling, WeightId
 from asyncrl.weights_dir import write_version
 from generators.engine import EngineError, RequestError, StagingError
+from generators.rewards import RewardWorkers
+from generators.tokens import Tokens
 from generators.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -336,6 +341,48 @@ def test_seeds_reproduce_samples_whatever_else_runs(pair: Pair) -> None:
     same, *others = first.run(among_others())
     assert same.token_ids.tolist() == alone.token_ids.tolist()
     assert all(o.token_ids.tolist() != alone.token_ids.tolist() for o in others)
+
+
+def test_a_void_lease_frees_the_engine_at_once_and_the_other_groups_go_on_bit_equal(
+    pair: Pair, random_tiny_task: Path
+) -> None:
+    """Eight rollouts fill the engine's places, four more wait at the buffer for those given up."""
+    config = make_scene_config(
+        random_tiny_task, data__max_response_length=300, generator__max_concurrent_rollouts=8
+    )
+    tokens, rewards = Tokens(config), RewardWorkers(config.reward)
+    tokens.end_ids = ()  # all responses are of full length
+    engine = pair.engines[0].engine
+
+    async def scenario(*, void: list[list[int]]) -> SmallBuffer:
+        async with Scene(config, tokens, rewards, [lease(i) for i in range(4)], engine) as running:
+            buffer, worker = running.buffer, running.worker
+            await buffer.until(lambda: len(buffer.started) == 4)
+            await buffer.until(lambda: all(sum(w.lengths()) > 20 for w in worker._held.values()))
+            worker.give_up(void)
+            buffer.leases = [lease(4), lease(5)]
+            if void:
+                await buffer.until(lambda: len(buffer.started) == 6)
+                assert not buffer.groups, "two new groups began before any of the others ended"
+                assert engine._llm.output_processor.get_num_unfinished_requests() == 8
+            await running.groups(6 - len(void))
+            assert engine._llm.output_processor.get_num_unfinished_requests() == 0
+            return buffer
+
+    try:
+        undisturbed = pair.engines[0].run(scenario(void=[]))
+        buffer = pair.engines[0].run(scenario(void=[[0, 1, 0], [0, 2, 0]]))
+    finally:
+        rewards.close()
+        tokens.close()
+    expected = {group.id: group for group in undisturbed.groups}
+    for group in buffer.groups:
+        for found, wanted in zip(group.rollouts, expected[group.id].rollouts, strict=True):
+            assert found.token_ids.tolist() == wanted.token_ids.tolist()
+            assert found.logprobs.tolist() == wanted.logprobs.tolist()
+    assert sorted(failed.group for failed in buffer.failed) == [[0, 1], [0, 2]]
+    lengths = [length for failed in buffer.failed for length in failed.lengths]
+    assert all(5 < length < 300 for length in lengths), lengths
 
 
 def test_the_stop_token_ends_the_response_and_stays_in_it(pair: Pair) -> None:
