@@ -39,6 +39,11 @@ class RunDir:
         return self.path / "start"
 
     @property
+    def replay_of(self) -> Path:
+        """Only in the directory of a replay: path and run id of the recorded run, JSON."""
+        return self.path / "replay_of.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +85,7 @@ def write_version(
     temporary.mkdir()
     try:
         entries = _write_buckets(temporary, tensors, bucket_bytes, max_bytes_per_s)
-        digest = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+        digest = _digest(entries)
         manifest = {
             "format": _FORMAT,
             "inc": weights.inc,
@@ -101,6 +101,11 @@ def write_version(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return Written(final, digest)
+
+
+def weights_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The digest that `write_version` gives these tensors (host memory), in files of any size."""
+    return _digest({name: _describe(tensor) for name, tensor in named})
 
 
 def read_version(
@@ -162,13 +167,22 @@ def _write_buckets(
         file = f"{number:05d}.safetensors"
         _write_file(directory / file, save_tensors(bucket), max_bytes_per_s)
         for name, tensor in bucket.items():
-            entries[name] = {
-                "file": file,
-                "dtype": _dtype_name(tensor),
-                "shape": list(tensor.shape),
-                "crc32": _crc32(tensor),
-            }
+            entries[name] = {"file": file, **_describe(tensor)}
     return entries
+
+
+def _describe(tensor: torch.Tensor) -> dict[str, Any]:
+    return {
+        "dtype": _dtype_name(tensor),
+        "shape": list(tensor.shape),
+        "crc32": _crc32(tensor),
+    }
+
+
+def _digest(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """Over what the tensors are, not over the files that they lie in."""
+    what = {n: {k: v for k, v in entry.items() if k != "file"} for n, entry in entries.items()}
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
 def _buckets(

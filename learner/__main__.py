@@ -1,4 +1,4 @@
-"""`python -P -m learner CONFIG [--connect ADDRESS]`, once for each rank.
+"""`python -P -m learner CONFIG [--connect ADDRESS | --replay RUN_DIRECTORY]`, once for each rank.
 
 Under torch.distributed.run it is one of several ranks; started plainly it is the only one.
 
@@ -15,22 +15,30 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.config.load import load_resolved
+from asyncrl.recorded import RecordedRun
 from asyncrl.run_dir import RunDir
 from asyncrl.transport import RefusedError, Unreachable
-from learner.buffer_line import Connection, RunIsOver, join, leave
+from learner.joining import Connection, join, leave
 from learner.signals import EndOnSignals
+
+if TYPE_CHECKING:
+    from learner.ranks import Ranks
+    from learner.sides import Line, Outlet
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="learner", description="One rank of the learner.")
     parser.add_argument("config", type=Path, help="resolved configuration in the run directory")
     parser.add_argument("--connect", metavar="ADDRESS", help="the buffer, if not network.buffer")
+    parser.add_argument("--replay", metavar="RUN_DIRECTORY", type=Path, help="a recorded run")
     options = parser.parse_args(arguments)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     clock = PhaseClock("start")
@@ -41,29 +49,65 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_resolved(options.config)
         signals = EndOnSignals(run_dir.weights(config) if rank == 0 else None)
         address = options.connect or config.network.buffer
-        joined = join(config, run_dir, address=address, clock=clock) if rank == 0 else None
+        joins = rank == 0 and options.replay is None
+        joined = join(config, run_dir, address=address, clock=clock) if joins else None
     except (ValueError, Unreachable, RefusedError) as error:
         is_mendable = not isinstance(error, RefusedError) or error.is_misfit
         return _end(2 if is_mendable else 1, str(error))
     if joined is not None:
         signals.say_goodbye = partial(leave, joined.client)
-    return _learn(config, run_dir, joined, clock, signals)
+    if options.replay is not None:
+        return _learn(config, run_dir, partial(replay_sides, options.replay), clock, signals)
+    return _learn(config, run_dir, partial(live_sides, joined), clock, signals)
+
+
+def live_sides(
+    connection: Connection | None, config: Config, run_dir: RunDir, ranks: Ranks
+) -> tuple[Line, Outlet]:
+    """The two sides of a learner that a buffer serves; `connection`: the lead's."""
+    from learner.buffer_line import BufferLine
+    from learner.policy import DTYPES
+    from learner.weights_out import Publisher
+
+    line = BufferLine(connection, ranks=ranks, patience_s=config.network.buffer_timeout_s)
+    publisher = Publisher(
+        config.weights,
+        run_dir.weights(config),
+        dtype=DTYPES[config.model.dtype],
+        is_lead=ranks.is_lead,
+        announce=line.announce,
+    )
+    return line, publisher
+
+
+def replay_sides(
+    directory: Path, config: Config, run_dir: RunDir, ranks: Ranks
+) -> tuple[Line, Outlet]:
+    """The two sides of a learner that trains the run in `directory` once more."""
+    from learner.policy import DTYPES
+    from learner.replay import DigestCheck, JournalLine
+
+    recorded, dtype = RecordedRun(directory), DTYPES[config.model.dtype]
+    line = JournalLine(recorded, ranks=ranks, max_steps=config.max_steps)
+    return line, DigestCheck(recorded, dtype=dtype, is_lead=ranks.is_lead)
 
 
 def _learn(
     config: Config,
     run_dir: RunDir,
-    connection: Connection | None,
+    sides: Callable[[Config, RunDir, Ranks], tuple[Line, Outlet]],
     clock: PhaseClock,
     signals: EndOnSignals,
 ) -> int:
+    from learner.buffer_line import RunIsOver
     from learner.loop import Learner  # torch takes seconds: what can fail without it has not
     from learner.ranks import start_ranks
 
     has_started = False
     try:
         ranks = start_ranks()
-        learner = Learner(config, run_dir, connection=connection, ranks=ranks, clock=clock)
+        line, outlet = sides(config, run_dir, ranks)
+        learner = Learner(config, run_dir, line=line, outlet=outlet, ranks=ranks, clock=clock)
         learner.take_over()
         has_started = True
         return learner.run()

@@ -1,23 +1,19 @@
-"""The learner's line to the buffer: joins, registers, fetches ahead, commits, announces.
+"""The learner's line to the buffer: registers, fetches ahead, commits, announces.
 
 Every rank has one and calls it alike. The lead's alone is connected; what the buffer answers it
-passes on to the others as bytes, so that all ranks decide alike. Imports no torch, so that a buffer
-that is not there, or refuses, is told before torch is loaded.
+passes on to the others as bytes, so that all ranks decide alike.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from asyncrl.clock import PhaseClock
-from asyncrl.config import Config
-from asyncrl.handshake import member_settings
 from asyncrl.heartbeat import HeartbeatThread
 from asyncrl.messages import (
     Batch,
@@ -26,8 +22,6 @@ from asyncrl.messages import (
     End,
     Fetch,
     Heartbeat,
-    Hello,
-    Leave,
     Message,
     Published,
     Record,
@@ -35,74 +29,22 @@ from asyncrl.messages import (
     Registered,
     Waiting,
 )
-from asyncrl.run_dir import RunDir
 from asyncrl.thread_client import ThreadClient
 from asyncrl.transport import RefusedError, Unreachable
 from asyncrl.types import WeightId
 from asyncrl.wire import Packet, decode, encode
-
-if TYPE_CHECKING:
-    from learner.ranks import Ranks
+from learner.joining import Connection, leave
+from learner.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
 FAREWELL_S = 2.0
 """How long a request may go unanswered once the buffer has said that the run has ended, when it is
 free to leave."""
-LEAVE_S = 1.0
-"""How long this side's own farewell may take when it ends before the run does."""
-DONE_S = 10.0
-"""The same when all its work is done: the buffer stays until it has heard so."""
 
 
 class RunIsOver(Exception):
     """The run ended, or was stopped, before this learner took over; the message says so."""
-
-
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """The lead's connection: requests, and signs of life beside them."""
-
-    client: ThreadClient
-    signs: HeartbeatThread
-
-
-def join(config: Config, run_dir: RunDir, *, address: str, clock: PhaseClock) -> Connection:
-    """The lead's connection, after the buffer's welcome. From then on it gives signs of life.
-
-    Waits network.wait_for_buffer_s. Raises Unreachable, and RefusedError when this learner does
-    not fit the run.
-    """
-    settings = member_settings(config, "learner")
-    run_id = run_dir.read_run_id()
-    hello = Hello.here("learner", name="learner", run_id=run_id, settings=settings)
-    client = ThreadClient(address, hello=hello)
-    welcome = client.connect(deadline_s=config.network.wait_for_buffer_s)
-
-    def look() -> Heartbeat:
-        seconds, state_s = clock.total(), clock.phase_s()
-        return Heartbeat(state="starting", state_s=state_s, seconds=seconds, serving=[0, 0])
-
-    signs = HeartbeatThread(
-        address,
-        hello=client.hello,
-        interval_s=welcome.heartbeat_s,
-        look=look,
-        on_done=lambda: None,  # the answer to a Fetch says why as well
-    )
-    signs.start()
-    return Connection(client, signs)
-
-
-def leave(client: ThreadClient, reason: str, *, is_done: bool = False) -> None:
-    """Says why this learner ends, from any thread, and whether its work is done. A buffer that
-    does not hear it in time notices by itself, later."""
-    patience_s = DONE_S if is_done else LEAVE_S
-    message = Leave(reason=reason, is_done=is_done)
-    try:
-        client.call_soon(message, deadline_s=patience_s).result(timeout=patience_s)
-    except (Unreachable, RefusedError, TimeoutError) as error:
-        log.debug("no farewell: %s", error)
 
 
 class BufferLine:
@@ -118,6 +60,8 @@ class BufferLine:
         self._replies: queue.SimpleQueue[Packet | BaseException] = queue.SimpleQueue()
         self._inc = 0
         self._is_stopping = False
+        self._is_asked = threading.Event()
+        """A Waiting has asked for a checkpoint since the buffer heard of the last one."""
         self._is_closed = False
         self._end: Future[None] = Future()
         """Done as soon as the buffer has said End, even if the loop has yet to read it."""
@@ -134,7 +78,7 @@ class BufferLine:
         packet = None
         if self._client is not None and self._signs is not None:
             packet = self._register(self._client, self._signs, message)
-        answer = self._share(packet).message
+        answer = share(packet, self._ranks).message
         if isinstance(answer, End):
             raise RunIsOver(answer.reason)
         registered: Registered = answer
@@ -168,16 +112,19 @@ class BufferLine:
         reason to `give_up` on the lead it is an End that says so, on all ranks.
         """
         if self._client is None:
-            return self._share(None)
+            return share(None, self._ranks)
         if give_up:
-            return self._share(Packet(0, End(reason=give_up, failed=True, records=[]), ()))
-        return self._share(self._newest(self._client))
+            return share(failed_end(give_up), self._ranks)
+        return share(self._newest(self._client), self._ranks)
 
-    def commit(self, version: int, metrics: dict[str, float]) -> None:
-        """Says that the weights are now `version`. When the buffer answers that the run is being
-        stopped, a batch that was fetched ahead is given up for the End."""
+    def commit(self, version: int, metrics: dict[str, float]) -> bool:
+        """Says that the weights are now `version`; whether the buffer asks for a checkpoint of it,
+        the same on all ranks. When the buffer answers that the run is being stopped, a batch that
+        was fetched ahead is given up for the End."""
         packet = self._tell(Commit(inc=self._inc, version=version, metrics=metrics))
         self._is_stopping = packet is not None and packet.message.stop
+        is_asked = packet is not None and packet.message.checkpoint
+        return bool(self._ranks.broadcast([b"checkpoint"] if is_asked else []))
 
     def announce(self, weights: WeightId, location: Path, digest: str) -> None:
         """Says that weights lie at `location`; the buffer passes it on to the generators."""
@@ -188,8 +135,9 @@ class BufferLine:
         )
 
     def checkpointed(self, versions: list[int]) -> None:
-        """Says which checkpoints there are."""
+        """Says which checkpoints there are. What was asked before the answer is met by them."""
         self._tell(Checkpointed(inc=self._inc, versions=versions))
+        self._is_asked.clear()
 
     def close(self, reason: str) -> None:
         """Says that this learner's work is done, and hangs up. Safe to call twice."""
@@ -228,6 +176,8 @@ class BufferLine:
             packet = reply.result()
             if isinstance(packet.message, End) and not self._end.done():
                 self._end.set_result(None)
+            if isinstance(packet.message, Waiting) and packet.message.checkpoint:
+                self._is_asked.set()
             self._replies.put(packet)
             if isinstance(packet.message, Waiting) and not self._is_closed:
                 self._ask(client, fetch)
@@ -246,9 +196,19 @@ class BufferLine:
                 self._ask(client, Fetch(inc=self._inc, step=reply.message.step))
                 continue
             if self._replies.empty() or not isinstance(reply.message, Waiting):
-                message = reply.message.model_copy(update={"records": records})
+                update: dict[str, Any] = {"records": records}
+                if isinstance(reply.message, Waiting):
+                    update["checkpoint"] = self._is_asked.is_set()
+                message = reply.message.model_copy(update=update)
                 return Packet(reply.id, message, reply.frames)
 
-    def _share(self, packet: Packet | None) -> Packet:
-        parts = encode(packet.message, frames=packet.frames) if packet is not None else None
-        return decode(self._ranks.broadcast(parts))
+
+def share(packet: Packet | None, ranks: Ranks) -> Packet:
+    """The lead's packet, on every rank; the others pass None."""
+    parts = encode(packet.message, frames=packet.frames) if packet is not None else None
+    return decode(ranks.broadcast(parts))
+
+
+def failed_end(reason: str) -> Packet:
+    """What a line says when the run cannot go on."""
+    return Packet(0, End(reason=reason, failed=True, records=[]))

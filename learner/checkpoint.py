@@ -27,8 +27,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.config import Config
-from asyncrl.config.load import config_digest
 from asyncrl.disk import sync
 from learner.optimizer import MOMENTS, Optimizer
 from learner.policy import Policy, check_finite, check_tied, fill, gather_tensor
@@ -38,10 +36,6 @@ log = logging.getLogger(__name__)
 _COMPLETE = "complete.json"
 _STATE = "state.json"
 _PREFIX = "version-"
-_TRAINING = (
-    *("seed", "max_staleness", "prompts_per_step", "group_size"),
-    *("model", "data", "reward", "sampling", "learner"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +47,6 @@ class State:
     num_updates: int
     seed: int
     config_digest: str
-
-
-def training_digest(config: Config) -> str:
-    """Hash of all that decides what is trained and how; the same digest means the same run."""
-    return config_digest(config, _TRAINING)
 
 
 def save_checkpoint(

@@ -1,9 +1,10 @@
 """The learner's loop: get a batch, train it, commit the new version, publish it, go on.
 
 Step s turns version s into s + 1. Every rank runs this loop alike; rank 0, the lead, talks to the
-buffer and writes the files.
+buffer and writes the files. Batches may also come from the journal of a recorded run (replay.py);
+then versions are compared with those that it published.
 
-    consumes        batches of the buffer; the next one is fetched while this one trains
+    consumes        batches of its line; the next one is fetched while this one trains
     waits for       the next batch and nothing else: no generator, no reader, no tracker
     unblocks        the buffer (commit) and the generators (publish)
 """
@@ -16,28 +17,27 @@ import time
 
 from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
+from asyncrl.config.training import training_digest
 from asyncrl.disk import remove_whole
-from asyncrl.messages import Batch, End, Heartbeat
+from asyncrl.messages import Batch, End, Heartbeat, Waiting
 from asyncrl.run_dir import RunDir
 from asyncrl.types import WeightId
 from asyncrl.wire import Packet, decode_group
 from learner.batch import staleness_metrics
-from learner.buffer_line import BufferLine, Connection
 from learner.checkpoint import (
     State,
     list_versions,
     prune_checkpoints,
     save_checkpoint,
-    training_digest,
 )
 from learner.export import export_policy
 from learner.optimizer import Optimizer
-from learner.policy import DTYPES, load_policy
+from learner.policy import load_policy
 from learner.ranks import Ranks
 from learner.reporting import Reporter, last_line, state_in_words
 from learner.resume import resume
+from learner.sides import Line, Outlet
 from learner.train_step import train_step
-from learner.weights_out import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +55,12 @@ class Learner:
         config: Config,
         run_dir: RunDir,
         *,
-        connection: Connection | None,
+        line: Line,
+        outlet: Outlet,
         ranks: Ranks,
         clock: PhaseClock,
     ) -> None:
-        """`connection` is what buffer_line.join returned on the lead, None on other ranks; `clock`
-        has been in phase "start" since the program began."""
+        """`clock` has been in phase "start" since the program began."""
         self.config = config
         self.run_dir = run_dir
         self.ranks = ranks
@@ -69,17 +69,11 @@ class Learner:
         self.committed = 0
         """Highest version ever committed when this learner took over; until then it replays."""
         self.snapshot_version = 0
-        """Newest version handed to the publisher. Version 0 needs none: generators load it."""
+        """Newest version handed to the outlet. Version 0 needs none: generators load it."""
         self.saved_version = -1
         """Version of the newest checkpoint; the same on all ranks, whatever each sees on a disk."""
-        self.line = BufferLine(connection, ranks=ranks, patience_s=config.network.buffer_timeout_s)
-        self.publisher = Publisher(
-            config.weights,
-            run_dir.weights(config),
-            dtype=DTYPES[config.model.dtype],
-            is_lead=ranks.is_lead,
-            announce=self.line.announce,
-        )
+        self.line = line
+        self.outlet = outlet
         self.line.give_signs_of_life(self.look)
         self.policy = load_policy(config, ranks)
         self.optimizer = Optimizer(self.policy, config.learner.optim)
@@ -110,10 +104,10 @@ class Learner:
                 return self.finish(packet.message)
             self.line.fetch(self.version + 1)
             values = self.train(packet)
-            self.commit(values)
+            is_asked = self.commit(values)
             if self.is_time_to_publish():
                 self.publish()
-            if _is_multiple(self.version, self.config.checkpoint.every):
+            if is_asked or _is_multiple(self.version, self.config.checkpoint.every):
                 self.save()
             self.report(packet.message, values, waited_for)
 
@@ -121,7 +115,7 @@ class Learner:
         """What this learner does now; called from the heartbeat's thread."""
         words = state_in_words(self.clock.phase, version=self.version, committed=self.committed)
         return Heartbeat(
-            state="; ".join(filter(None, [words, self.publisher.trouble()])),
+            state="; ".join(filter(None, [words, self.outlet.trouble()])),
             state_s=self.clock.phase_s(),
             seconds=self.clock.total(),
             serving=[self.inc, self.version],
@@ -134,7 +128,7 @@ class Learner:
         started = said = time.monotonic()
         waited_for = ""
         while True:
-            packet = self.line.next_reply(give_up=self.publisher.why_give_up())
+            packet = self.line.next_reply(give_up=self.outlet.why_give_up())
             self.reporter.records(packet.message.records)
             if isinstance(packet.message, End):
                 return packet, waited_for
@@ -143,7 +137,7 @@ class Learner:
             if isinstance(packet.message, Batch):
                 return packet, packet.message.waited_for or waited_for
             waited_for = packet.message.reason
-            self.publish_if_idle()
+            self.use_the_wait(packet.message)
             if time.monotonic() - said > SAY_WAITING_S:
                 said = time.monotonic()
                 log.info(
@@ -163,9 +157,10 @@ class Learner:
         self.num_tokens += int(values["train/num_tokens"])
         return {**values, **ages, "train/replayed": float(batch.replayed)}
 
-    def commit(self, values: dict[str, float]) -> None:
+    def commit(self, values: dict[str, float]) -> bool:
+        """Whether a checkpoint is asked for, to make room in the journal."""
         self.clock.enter("commit")
-        self.line.commit(self.version, values)
+        return self.line.commit(self.version, values)
 
     def is_time_to_publish(self) -> bool:
         """Replayed versions stay silent up to the one that generators may serve already."""
@@ -175,15 +170,30 @@ class Learner:
 
     def publish(self) -> None:
         self.clock.enter("snapshot")
-        self.publisher.snapshot(self.policy, WeightId(self.inc, self.version))
+        self.outlet.snapshot(self.policy, WeightId(self.inc, self.version))
         self.snapshot_version = self.version
 
-    def publish_if_idle(self) -> None:
+    def use_the_wait(self, waiting: Waiting) -> None:
         """While there is nothing to train, a version that publish_every passed over goes out: the
-        newest is always published in the end."""
+        newest is always published in the end. And the journal gets room where it asks for it."""
         if self.snapshot_version < self.version and self.version >= self.committed:
             self.publish()
-            self.clock.enter("wait_batch")
+        if waiting.checkpoint:
+            self.make_room()
+        self.clock.enter("wait_batch")
+
+    def make_room(self) -> None:
+        """A checkpoint lets the journal delete older batches. Where the newest checkpoint is of
+        this version already, what keeps them are the older ones: those go."""
+        if self.saved_version < self.version:
+            self.save()
+        elif self.ranks.is_lead and len(list_versions(self.run_dir.checkpoints)) > 1:
+            log.warning(
+                "the journal is near its cap (buffer.max_journal_gb): checkpoints before version "
+                "%d are deleted, whatever checkpoint.keep_last says",
+                self.saved_version,
+            )
+            self.prune(keep_last=1)
 
     def save(self) -> None:
         """Writes a checkpoint, deletes old ones, and tells the buffer which there are."""
@@ -200,20 +210,17 @@ class Learner:
         )
         self.saved_version = self.version
         if self.ranks.is_lead:
-            prune_checkpoints(self.run_dir.checkpoints, keep_last=self.config.checkpoint.keep_last)
-            self.line.checkpointed(list_versions(self.run_dir.checkpoints))
+            self.prune(keep_last=self.config.checkpoint.keep_last)
+
+    def prune(self, *, keep_last: int) -> None:
+        prune_checkpoints(self.run_dir.checkpoints, keep_last=keep_last)
+        self.line.checkpointed(list_versions(self.run_dir.checkpoints))
 
     def report(self, batch: Batch, values: dict[str, float], waited_for: str) -> None:
         self.clock.enter("log")
-        publishing = {
-            "publish/snapshot_s": self.publisher.snapshot_s,
-            "publish/write_s": self.publisher.write_s,
-            "publish/num_published": float(self.publisher.num_published),
-            "publish/num_failed": float(self.publisher.num_failed),
-        }
         self.reporter.step(
             batch.step,
-            {**values, **publishing},
+            {**values, **self.outlet.metrics()},
             seconds=self.clock.take(),
             waited_for=waited_for,
         )
@@ -223,7 +230,7 @@ class Learner:
         has failed is not exported. Generators have heard of the end: published weights may go."""
         is_over = not (end.failed or end.stopped)
         self.clock.enter("drain")
-        self.publisher.close(drain_s=DRAIN_S if is_over else 0.0)
+        self.outlet.close(drain_s=DRAIN_S if is_over else 0.0)
         if self.saved_version != self.version:
             try:
                 self.save()

@@ -6,13 +6,13 @@ import logging
 from pathlib import Path
 
 from asyncrl.config import Config
+from asyncrl.config.training import training_digest
 from asyncrl.run_dir import RunDir
 from learner.checkpoint import (
     find_damage,
     load_checkpoint,
     load_optimizer,
     newest_checkpoint,
-    training_digest,
 )
 from learner.optimizer import Optimizer
 from learner.policy import Policy

@@ -127,6 +127,15 @@ class Publisher:
             f"times weights.timeout_s): {cause}"
         )
 
+    def metrics(self) -> dict[str, float]:
+        """Seconds of the last snapshot and of the last publication, and counts of publications."""
+        return {
+            "publish/snapshot_s": self.snapshot_s,
+            "publish/write_s": self.write_s,
+            "publish/num_published": float(self.num_published),
+            "publish/num_failed": float(self.num_failed),
+        }
+
     def close(self, *, drain_s: float) -> bool:
         """Waits until the newest snapshot is published, at most `drain_s`; True if it is. Else it
         is given up: nothing is begun any more."""

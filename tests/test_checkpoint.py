@@ -11,6 +11,7 @@ from learner_cases import VOCABULARY, make_config, make_groups, save_model
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
+from asyncrl.config.training import training_digest
 from learner.checkpoint import (
     State,
     find_damage,
@@ -19,7 +20,6 @@ from learner.checkpoint import (
     newest_checkpoint,
     prune_checkpoints,
     save_checkpoint,
-    training_digest,
 )
 from learner.export import export_policy
 from learner.optimizer import Optimizer

@@ -20,7 +20,8 @@ from asyncrl.config import Config
 from asyncrl.messages import Batch
 from asyncrl.run_dir import RunDir
 from asyncrl.transport import RefusedError, Reply
-from learner.buffer_line import join
+from learner.__main__ import live_sides
+from learner.joining import join
 from learner.loop import Learner
 from learner.ranks import start_ranks
 
@@ -40,14 +41,16 @@ def make_learner(tmp_path: Path) -> Iterator[Callable[..., Learner]]:
         run_dir.path.mkdir(exist_ok=True)
         clock = PhaseClock("start")
         joined = join(config, run_dir, address=buffer.address, clock=clock)
-        learner = Learner(config, run_dir, connection=joined, ranks=start_ranks(), clock=clock)
+        ranks = start_ranks()
+        line, outlet = live_sides(joined, config, run_dir, ranks)
+        learner = Learner(config, run_dir, line=line, outlet=outlet, ranks=ranks, clock=clock)
         made.append(learner)
         learner.take_over()
         return learner
 
     yield make
     for learner in made:
-        learner.publisher.close(drain_s=0.0)
+        learner.outlet.close(drain_s=0.0)
         learner.line.close("the test is over")
 
 

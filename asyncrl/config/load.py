@@ -44,17 +44,28 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     file = Path(path)
     sources = Sources(file)
     tree = _read(file, sources)
-    problems = []
-    for text in overrides:
-        try:
-            _override(tree, text, sources)
-        except ConfigError as error:
-            problems.append(str(error))
-    algorithm = tree.get("algorithm", Config.model_fields["algorithm"].default)
-    preset = PRESETS.get(algorithm, {}) if isinstance(algorithm, str) else {}
-    layered = _merged(preset, _fill_sections(tree, ()))
+    problems = _override_all(tree, overrides, sources)
+    layered = _merged(_preset(tree), _fill_sections(tree, ()))
     problems += _idle_settings(layered, sources)
     return _with_absolute_paths(_validate(layered, sources, problems), file.parent)
+
+
+def load_recorded(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of an earlier run, from the resolved file in its directory, and overrides.
+
+    Where they name another `algorithm`, its preset is laid over the file. Raises ConfigError with
+    every problem found.
+    """
+    file = Path(path)
+    sources, only_overrides = Sources(file), Sources(file)
+    recorded = _read(file, sources)
+    tree: dict[str, Any] = {}
+    problems = _override_all(tree, overrides, only_overrides)
+    preset = _preset(tree) if "algorithm" in tree else {}
+    layered = _merged(_merged(recorded, preset), _fill_sections(tree, ()))
+    problems += _idle_settings(layered, only_overrides)
+    sources.places |= only_overrides.places
+    return _with_absolute_paths(_validate(layered, sources, problems), Path.cwd())
 
 
 def load_resolved(path: str | Path) -> Config:
@@ -107,6 +118,23 @@ def _read(file: Path, sources: Sources) -> dict[str, Any]:
         )
     sources.places |= {path: f"{file}:{line}" for path, line in parsed.lines.items()}
     return parsed.value
+
+
+def _override_all(tree: dict[str, Any], overrides: Sequence[str], sources: Sources) -> list[str]:
+    """Sets them in the tree; returns what is wrong with any."""
+    problems = []
+    for text in overrides:
+        try:
+            _override(tree, text, sources)
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _preset(tree: dict[str, Any]) -> dict[str, Any]:
+    """What `algorithm` names in the tree, or by default."""
+    algorithm = tree.get("algorithm", Config.model_fields["algorithm"].default)
+    return PRESETS.get(algorithm, {}) if isinstance(algorithm, str) else {}
 
 
 def _override(tree: dict[str, Any], text: str, sources: Sources) -> None:

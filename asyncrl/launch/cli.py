@@ -53,9 +53,15 @@ def buffer(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def learner(
-    config: ConfigPath,
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file; with --replay that of RUN unless given")
+    ] = None,
     overrides: Overrides = None,
     connect: Connect = None,
+    replay: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="train a recorded run once more, from its journal alone"),
+    ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="processes here; default: local.learner_ranks")
     ] = None,
@@ -67,11 +73,18 @@ def learner(
 ) -> None:
     """Be the learner of the run that the buffer serves, or one machine's part of it."""
     from asyncrl.launch.ranks import Nodes
+    from asyncrl.launch.replay import become_replay
     from asyncrl.launch.roles import become_learner
 
     def work() -> int:
+        path, changes = _split(config, overrides or [], may_lack_config=replay is not None)
         nodes = Nodes(count=nnodes, this=node_rank, master=master)
-        return become_learner(config, overrides or [], connect=connect, ranks=ranks, nodes=nodes)
+        if replay is None:
+            assert path is not None
+            return become_learner(path, changes, connect=connect, ranks=ranks, nodes=nodes)
+        if connect is not None or nnodes > 1:
+            raise ValueError("--replay goes without --connect and --nnodes: no buffer, one machine")
+        return become_replay(replay, path, changes, ranks=ranks)
 
     _exit(work)
 
@@ -133,6 +146,18 @@ def report(run: RunName) -> None:
 
 def main() -> None:
     app()
+
+
+def _split(
+    config: Path | None, overrides: list[str], *, may_lack_config: bool
+) -> tuple[Path | None, list[str]]:
+    """What comes first may be an override where no configuration has to be there."""
+    if may_lack_config:
+        if config is not None and "=" in str(config) and not config.exists():
+            return None, [str(config), *overrides]
+    elif config is None:
+        raise ValueError("learner needs a configuration: asyncrl-launch learner CONFIG")
+    return config, overrides
 
 
 def _exit(work: Callable[[], int]) -> None:

@@ -43,7 +43,7 @@ def become_buffer(path: Path, overrides: Sequence[str]) -> NoReturn:
     with open_run_dir(config, config_name=path.stem) as (run_dir, config):
         save_resolved(config, run_dir.config_of("buffer"))
         _say_where(run_dir, Address.parse(config.network.buffer), [str(path), *overrides])
-        _become(role_command("buffer", str(run_dir.config_of("buffer"))), {})
+        become(role_command("buffer", str(run_dir.config_of("buffer"))), {})
 
 
 def become_learner(
@@ -53,12 +53,11 @@ def become_learner(
     config = _load(path, overrides, connect)
     config = with_model(config, find_model(config.model.path))
     run_dir, config = _join(config, "learner", name="learner")
-    gpus = visible_gpus()
     wanted = config.local.learner_ranks
-    ranks = ranks or (wanted if wanted != "auto" else max(1, len(gpus)))
+    ranks = ranks or (wanted if wanted != "auto" else max(1, len(visible_gpus())))
     arguments = (str(run_dir.config_of("learner")), "--connect", config.network.buffer)
     command = learner_command(ranks, *arguments, nodes=nodes)
-    _become(command, {} if gpus else _environment(config, ranks))
+    become(command, environment_for(config, ranks))
 
 
 def become_generator(
@@ -70,8 +69,7 @@ def become_generator(
     config = check_generator(_load(path, overrides, connect))
     run_dir, config = _join(config, "generator", name=name)
     arguments = (str(run_dir.config_of(name)), "--connect", config.network.buffer, "--name", name)
-    environment = {} if visible_gpus() else _environment(config, 1)
-    _become(role_command("generators", *arguments), environment)
+    become(role_command("generators", *arguments), environment_for(config, 1))
 
 
 def _say_where(run_dir: RunDir, address: Address, arguments: Sequence[str]) -> None:
@@ -154,13 +152,17 @@ def _ask_buffer(config: Config) -> Welcome:
     return welcome
 
 
-def _environment(config: Config, ranks: int) -> dict[str, str]:
-    """On CPUs: all cores that this process may use, unless local.cpu_threads says how many."""
+def environment_for(config: Config, ranks: int) -> dict[str, str]:
+    """Of that many processes. On CPUs: all cores that this process may use, unless
+    local.cpu_threads says how many."""
+    if visible_gpus():
+        return {}
     threads = config.local.cpu_threads
     return cpu_environment(threads if threads != "auto" else max(1, count_cores() // ranks))
 
 
-def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """This process is that program from now on."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], list(command), {**os.environ, **environment})

@@ -53,7 +53,7 @@ def make_start_model(target: Path, checkpoint: Path, *, model: Path) -> None:
         for file in model.glob(pattern):
             if not file.name.endswith(".index.json"):
                 shutil.copyfile(file, temporary / file.name)
-    _link_or_copy(checkpoint / _WEIGHTS, temporary / _WEIGHTS)
+    link_or_copy(checkpoint / _WEIGHTS, temporary / _WEIGHTS)
     (temporary / _ORIGIN).write_text(str(checkpoint))
     temporary.rename(target)
 
@@ -61,6 +61,14 @@ def make_start_model(target: Path, checkpoint: Path, *, model: Path) -> None:
 def read_origin(target: Path) -> str:
     """The checkpoint that `target` was made from."""
     return (target / _ORIGIN).read_text().strip()
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A checkpoint's file under another name. Nobody changes such a file in place."""
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copyfile(source, target)
 
 
 def _check_fit(weights: Path, model: Path) -> None:
@@ -97,13 +105,6 @@ def _check_bytes(checkpoint: Path) -> None:
     with (checkpoint / _WEIGHTS).open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != written:
             raise ValueError(f"checkpoint.resume: {checkpoint / _WEIGHTS} is damaged")
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system
-        shutil.copyfile(source, target)
 
 
 def _size(file: Path) -> int | None:

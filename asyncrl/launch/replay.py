@@ -1,0 +1,195 @@
+"""`asyncrl-launch learner --replay RUN`: this process becomes a learner that trains a recorded run
+once more, in a run directory of its own.
+
+It begins at version 0 where the journal has every batch, else at the oldest checkpoint of the
+recorded run after which it has: that one is put into the new run directory, and gone on from.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from asyncrl.config import Config
+from asyncrl.config.load import load_config, load_recorded, save_resolved
+from asyncrl.config.training import OF_BATCHES, ON_BATCHES, differences, training_digest
+from asyncrl.disk import write_whole
+from asyncrl.handshake import member_settings
+from asyncrl.launch.checks import with_model
+from asyncrl.launch.models import find_model
+from asyncrl.launch.open_run import open_run_dir
+from asyncrl.launch.placement import visible_gpus
+from asyncrl.launch.ranks import learner_command
+from asyncrl.launch.roles import become, environment_for
+from asyncrl.launch.version_zero import check_checkpoint, link_or_copy
+from asyncrl.recorded import RecordedRun
+from asyncrl.report.reading import find_run
+from asyncrl.run_dir import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the replay begins."""
+
+    version: int
+    checkpoint: Path | None
+    """That of the recorded run; None: its version 0."""
+
+
+def become_replay(
+    run: str, path: Path | None, overrides: Sequence[str], *, ranks: int | None
+) -> NoReturn:
+    """`path`: a configuration, if not the recorded run's own. Raises ValueError for what the user
+    can mend."""
+    recorded = _find(run)
+    own = _own_config(recorded)
+    config = _configuration(recorded, path or own, overrides)
+    config = with_model(config, find_model(config.model.path))
+    begun = load_recorded(own)
+    _check_tokenizer(begun, config)
+    start = find_start(recorded, last=config.max_steps)
+    with open_run_dir(config, config_name=recorded.path.name) as (run_dir, config):
+        _claim(run_dir, recorded)
+        if not any(run_dir.checkpoints.glob("version-*")):
+            _begin_at(start, run_dir)
+        save_resolved(config, run_dir.config)
+        _say(f"run directory {run_dir.path}")
+        for line in _plan(recorded, start, begun, config):
+            _say(line)
+        wanted = config.local.learner_ranks
+        ranks = ranks or (wanted if wanted != "auto" else max(1, len(visible_gpus())))
+        arguments = (str(run_dir.config), "--replay", str(recorded.path))
+        become(learner_command(ranks, *arguments), environment_for(config, ranks))
+
+
+def _find(run: str) -> RecordedRun:
+    recorded = RecordedRun(find_run(run).resolve())
+    replay_of = RunDir(recorded.path).replay_of
+    if replay_of.is_file():
+        raise ValueError(
+            f"{recorded.path} is a replay itself, and has no journal: name the recorded run, "
+            f"{json.loads(replay_of.read_text())['path']}"
+        )
+    return recorded
+
+
+def find_start(recorded: RecordedRun, *, last: int | None) -> Start:
+    """Raises ValueError, with the numbers, when there is no beginning after which all batches are
+    there (up to version `last`, if given)."""
+    end = min(recorded.committed(), last or sys.maxsize)
+    if end == 0:
+        raise ValueError(f"{recorded.path} has trained no step: there is nothing to replay")
+    missing = recorded.missing_steps(before=end)
+    if not missing:
+        return Start(0, None)
+    checkpoints = recorded.checkpoints()
+    for version, checkpoint in checkpoints.items():
+        if missing[-1] < version < end:
+            check_checkpoint(checkpoint)
+            return Start(version, checkpoint)
+    there = ", ".join(map(str, checkpoints)) or "none"
+    raise ValueError(
+        f"{recorded.path} cannot be replayed: of its {end} steps the batches of {len(missing)} are "
+        f"deleted, the last one that of step {missing[-1]}, and it has no checkpoint of a version "
+        f"from {missing[-1] + 1} to {end - 1} to begin from (there are: {there}). Runs with "
+        "buffer.keep_payloads=always keep every batch"
+    )
+
+
+def _own_config(recorded: RecordedRun) -> Path:
+    """The configuration that the recorded run's learner had: that of the run, or its own when it
+    was started by itself."""
+    run_dir, digest = RunDir(recorded.path), recorded.meta().get("config_digest")
+    for file in (run_dir.config, run_dir.config_of("learner")):
+        if file.is_file() and training_digest(load_recorded(file)) == digest:
+            return file
+    return run_dir.config
+
+
+def _configuration(recorded: RecordedRun, file: Path, overrides: Sequence[str]) -> Config:
+    """With a name of its own, and every version compared."""
+    defaults = [f"run_name={recorded.path.name}-replay"]
+    if file.parent == recorded.path:
+        begun = load_recorded(file)
+        if begun.checkpoint.resume == "auto":
+            defaults.append("checkpoint.resume=never")
+        config = load_recorded(file, [*defaults, *overrides])
+    else:
+        config = load_config(file, [*defaults, *overrides])
+    every = config.weights.model_copy(update={"publish_every": 1})
+    return config.model_copy(update={"weights": every})
+
+
+def _check_tokenizer(begun: Config, config: Config) -> None:
+    """The record holds token ids. Where the model that they were made with is gone, nobody can
+    say."""
+    if not Path(begun.model.path).is_dir():
+        return
+    there = member_settings(begun, "learner")["tokenizer"]
+    here = member_settings(config, "learner")["tokenizer"]
+    if there != here:
+        raise ValueError(
+            f"model.path: {config.model.path} has another tokenizer ({here}) than the model of the "
+            f"recorded run, {begun.model.path} ({there}): the recorded tokens mean nothing to it"
+        )
+
+
+def _claim(run_dir: RunDir, recorded: RecordedRun) -> None:
+    """The directory is this replay's from now on. Raises ValueError when it is another run's."""
+    source = {"path": str(recorded.path), "run_id": RunDir(recorded.path).read_run_id()}
+    try:
+        there = json.loads(run_dir.replay_of.read_text())
+    except FileNotFoundError:
+        there = None
+    is_a_run = run_dir.metrics.exists() or (run_dir.path / "journal.sqlite").exists()
+    if there is None and is_a_run:
+        raise ValueError(
+            f"{run_dir.path} is a run of its own, not a replay of {recorded.path}: choose another "
+            "run_name"
+        )
+    if there is not None and there["run_id"] != source["run_id"]:
+        raise ValueError(
+            f"{run_dir.path} is a replay of {there['path']}, not of {recorded.path}: choose "
+            "another run_name"
+        )
+    write_whole(run_dir.replay_of, json.dumps(source))
+
+
+def _begin_at(start: Start, run_dir: RunDir) -> None:
+    if start.checkpoint is None:
+        return
+    target = run_dir.checkpoints / start.checkpoint.name
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        for file in start.checkpoint.iterdir():
+            link_or_copy(file, temporary / file.name)
+        check_checkpoint(temporary)
+    except (OSError, ValueError):
+        raise ValueError(
+            f"{start.checkpoint} was deleted just now, as its run goes on: start this again"
+        ) from None
+    temporary.rename(target)
+
+
+def _plan(recorded: RecordedRun, start: Start, begun: Config, config: Config) -> list[str]:
+    end = min(recorded.committed(), config.max_steps or sys.maxsize)
+    steps = f"steps {start.version} to {end - 1} of {recorded.path}"
+    lines = [f"replays {steps}, from version 0"]
+    if start.checkpoint is not None:
+        lines = [f"replays {steps}, from {start.checkpoint}: earlier batches are deleted"]
+    for change in differences(begun, config, ON_BATCHES):
+        lines.append(f"trained otherwise than the recorded run: {change}")
+    for change in differences(begun, config, OF_BATCHES):
+        lines.append(f"changes nothing, the batches are those of the record: {change}")
+    return lines
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
