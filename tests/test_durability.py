@@ -196,9 +196,8 @@ def test_a_reader_in_the_middle_of_its_query_stalls_no_write_and_leaves_no_large
 def test_readers_that_come_and_go_keep_the_log_small(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     for number in range(600):
-        journal.write(Change(groups=(row(number % 50),), meta={"x": "y" * 20_000})).result(
-            timeout=5
-        )
+        change = Change(groups=(row(number % 50),), meta={"x": "y" * 20_000})
+        journal.write(change).result(timeout=5)
         assert fates(tmp_path)["ready"] == min(number + 1, 50)
     assert wal_bytes(tmp_path) < 8 << 20
     journal.close()
