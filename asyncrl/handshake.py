@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.log_limits import cut
 from asyncrl.messages import Role, Settings
 
 _COMMON = (
@@ -32,6 +33,8 @@ _OF: dict[Role, tuple[str, ...]] = {
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _PROMPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """How a prompt is rendered, and which tokens end a response."""
+_SHOWN = 300
+"""Characters of a value in a refusal."""
 _SAMPLE_BYTES = 1 << 16
 _WHOLE_BYTES = 64 << 20
 """Files up to this size are hashed as a whole, larger ones (weights) by samples."""
@@ -57,7 +60,7 @@ def buffer_settings(config: Config) -> Settings:
 def mismatches(member: Settings, buffer: Settings) -> list[str]:
     """One line for each setting that both sides have and that differs, with both values."""
     return [
-        f"{name} is {member[name]} there, the buffer has {buffer[name]}"
+        f"{name} is {cut(member[name], _SHOWN)} there, the buffer has {cut(buffer[name], _SHOWN)}"
         for name in sorted(member.keys() & buffer.keys())
         if member[name] != buffer[name]
     ]

@@ -27,8 +27,9 @@ import secrets
 import socket
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from asyncrl.log_limits import cut
 from asyncrl.types import GroupId, WeightId
 
 PROTOCOL = 3
@@ -37,6 +38,10 @@ PROTOCOL = 3
 Kind = Literal["train", "eval"]
 Role = Literal["generator", "learner", "monitor"]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Text = Annotated[str, AfterValidator(cut)]
+"""Words for people: they land in logs and in the journal, so they are cut where they are long."""
+Name = Annotated[str, Field(max_length=255)]
+"""What somebody or something is called; longer ones are refused."""
 Settings = dict[str, str]
 Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
 
@@ -54,12 +59,12 @@ class Hello(Message):
 
     type: Literal["hello"] = "hello"
     role: Role
-    member: str
+    member: Name
     """Unique for each life of a process, as `generator-0-8f3a`."""
-    run_id: str | None
+    run_id: Name | None
     """Refused when it names another run; None takes whatever run the buffer serves."""
     protocol: int = PROTOCOL
-    host: str
+    host: Name
     pid: int
     settings: Settings = {}
     """What must be the same on both sides (asyncrl/handshake.py). Empty for monitors."""
@@ -94,7 +99,7 @@ class Refused(Message):
     code: Literal[
         "hello_first", "wrong_run", "protocol", "mismatch", "fenced", "invalid", "stopping"
     ]
-    reason: str
+    reason: Text
 
 
 class Ok(Message):
@@ -172,7 +177,7 @@ class Failed(Message):
     kind: Kind
     group: Pair
     attempt: Count
-    reason: str
+    reason: Text
     content: bool
     """True: the prompt or its answers caused it, another generator would fail too."""
     hopeless: bool = False
@@ -189,14 +194,14 @@ class Verdict(Message):
     verdict: Literal[
         "accepted", "filtered", "duplicate", "superseded", "stale", "unknown", "invalid"
     ]
-    reason: str = ""
+    reason: Text = ""
 
 
 class Heartbeat(Message):
     """Sent by a thread of its own: says that the process lives, and what it is doing."""
 
     type: Literal["heartbeat"] = "heartbeat"
-    state: str
+    state: Text
     """What it does now, in words: "generating", "waiting for leases", "train step 7: backward"."""
     state_s: float = 0.0
     """Seconds in this state."""
@@ -228,7 +233,7 @@ class Leave(Message):
     """The member ends now; its leases pass on at once."""
 
     type: Literal["leave"] = "leave"
-    reason: str
+    reason: Text
     is_done: bool = False
     """Learner: the run is over, and its last checkpoint and export are written."""
 
@@ -255,7 +260,7 @@ class Register(Message):
 
     type: Literal["register"] = "register"
     checkpoint_version: Count
-    config_digest: str
+    config_digest: Name
 
 
 class Registered(Message):
@@ -291,7 +296,7 @@ class Batch(Message):
     """The bound in force when the batch was assigned."""
     replayed: bool
     """True: this step was committed before; the learner is catching up."""
-    waited_for: str = ""
+    waited_for: Text = ""
     records: list[Record]
 
 
@@ -300,7 +305,7 @@ class Waiting(Message):
 
     type: Literal["waiting"] = "waiting"
     step: Count
-    reason: str
+    reason: Text
     checkpoint: bool = False
     """As in Committed: asked of a learner that has nothing else to do."""
     records: list[Record]
@@ -310,7 +315,7 @@ class End(Message):
     """There is no such step: the run has ended, and why."""
 
     type: Literal["end"] = "end"
-    reason: str
+    reason: Text
     failed: bool = False
     """True: the run cannot go on (say, no prompt gives a usable group); exit code 1."""
     stopped: bool = False
@@ -344,7 +349,7 @@ class Published(Message):
     inc: Count
     version: Count
     location: str
-    digest: str
+    digest: Name
     """Hash over all tensors as published: same digest, same weights."""
 
 

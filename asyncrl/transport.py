@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.handshake import mismatches, refusal
+from asyncrl.log_limits import Seldom, cut
 from asyncrl.messages import PROTOCOL, Hello, Message, Refused, Welcome
 from asyncrl.wire import MAX_FRAME_BYTES, OtherProtocol, Packet, WireError, decode, encode
 
@@ -83,6 +84,7 @@ class Client:
         """The last one."""
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Packet]] = {}
+        self._ignored = Seldom(log)
         # One context for all clients: a client that nobody closes would hang in its own one's end.
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 0
@@ -188,7 +190,7 @@ class Client:
             try:
                 packet = decode(parts)
             except WireError as error:
-                log.warning("a reply from %s was ignored: %s", self.address, error)
+                self._ignored.warning(f"a reply from {self.address} was ignored: {error}")
                 continue
             reply = self._waiting.get(packet.id)
             if reply is not None and not reply.done():
@@ -214,6 +216,7 @@ class Server:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._refused, self._unanswered = Seldom(log), Seldom(log)
         self.num_refused = 0
         """Messages that were not of this protocol, since the server began."""
         try:
@@ -235,7 +238,7 @@ class Server:
                 packet = decode(parts)
             except WireError as error:
                 self.num_refused += 1
-                log.warning("a message from %s was refused: %s", peer.hex(), error)
+                self._refused.warning(f"a message from {_name(peer)} was refused: {error}")
                 if isinstance(error, OtherProtocol):
                     await self._socket.send_multipart([peer, *_refusal(error)])
                 continue
@@ -255,6 +258,7 @@ class Server:
             reply = await self._handler(peer, packet)
         except WireError as error:
             self.num_refused += 1
+            self._refused.warning(f"a message from {_name(peer)} was refused: {error}")
             reply = Refused(code="invalid", reason=str(error))
         if reply is None or packet.id == 0:
             return
@@ -262,9 +266,15 @@ class Server:
         try:
             parts = encode(message, id=packet.id, frames=frames)
         except ValueError as error:
-            log.error("a %s from %s cannot be answered: %s", packet.message.type, peer.hex(), error)
+            what = f"a {packet.message.type} from {_name(peer)}"
+            self._unanswered.warning(f"{what} cannot be answered: {error}")
             parts = encode(Refused(code="invalid", reason=str(error)), id=packet.id)
         await self._socket.send_multipart([peer, *parts])
+
+
+def _name(peer: bytes) -> str:
+    """ZeroMQ's identity of a connection, for people: a peer may choose 255 bytes."""
+    return cut(peer.hex(), 40)
 
 
 def _refusal(error: OtherProtocol) -> list[bytes]:
