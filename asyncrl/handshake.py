@@ -30,6 +30,12 @@ _OF: dict[Role, tuple[str, ...]] = {
     "learner": ("prompts_per_step", "max_staleness", "weights.publish_every"),
     "monitor": (),
 }
+_EXTRA: dict[Role, tuple[str, ...]] = {
+    "generator": ("reward", "engine"),
+    "learner": (),
+    "monitor": (),
+}
+_MODEL = ("model (config.json)", "model weights", "tokenizer", "chat template and end tokens")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _PROMPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """How a prompt is rendered, and which tokens end a response."""
@@ -57,12 +63,15 @@ def buffer_settings(config: Config) -> Settings:
     return settings | {"reward": _reward(config.reward.path)}
 
 
-def mismatches(member: Settings, buffer: Settings) -> list[str]:
-    """One line for each setting that both sides have and that differs, with both values."""
+def mismatches(role: Role, member: Settings, buffer: Settings) -> list[str]:
+    """One line for each setting of the buffer that differs at a member, with both values, or that
+    a member of this role leaves out."""
+    must_say = {*_COMMON, *_OF[role], *_MODEL, *_EXTRA[role]} if role != "monitor" else set()
     return [
-        f"{name} is {cut(member[name], _SHOWN)} there, the buffer has {cut(buffer[name], _SHOWN)}"
-        for name in sorted(member.keys() & buffer.keys())
-        if member[name] != buffer[name]
+        f"{name} is {cut(member.get(name, 'not said'), _SHOWN)} there, the buffer has "
+        f"{cut(buffer[name], _SHOWN)}"
+        for name in sorted(buffer.keys() & (member.keys() | must_say))
+        if member.get(name) != buffer[name]
     ]
 
 
@@ -88,12 +97,13 @@ def _value_at(tree: Any, name: str) -> Any:
 
 def _model_settings(directory: Path) -> Settings:
     """Fingerprints of the model's shape, weights and tokenizer."""
-    return {
-        "model (config.json)": _hash([directory / "config.json"]),
-        "model weights": _hash(sorted(directory.glob("*.safetensors"))),
-        "tokenizer": _hash([directory / name for name in _TOKENIZER_FILES]),
-        "chat template and end tokens": _hash([directory / name for name in _PROMPT_FILES]),
-    }
+    hashes = (
+        _hash([directory / "config.json"]),
+        _hash(sorted(directory.glob("*.safetensors"))),
+        _hash([directory / name for name in _TOKENIZER_FILES]),
+        _hash([directory / name for name in _PROMPT_FILES]),
+    )
+    return dict(zip(_MODEL, hashes, strict=True))
 
 
 def _hash(files: Iterable[Path]) -> str:

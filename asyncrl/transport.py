@@ -146,7 +146,7 @@ class Client:
         if isinstance(packet.message, Refused):
             raise RefusedError(packet.message)
         welcome: Welcome = packet.message
-        if lines := mismatches(self.hello.settings, welcome.settings):
+        if lines := mismatches(self.hello.role, self.hello.settings, welcome.settings):
             raise RefusedError(Refused(code="mismatch", reason=refusal(self.hello.member, lines)))
         self.hello = self.hello.model_copy(update={"run_id": welcome.run_id})
         self.welcome = welcome

@@ -82,7 +82,7 @@ class Joining:
         if hello.run_id not in (None, self._run_id):
             reason = f"{hello.member} is of run {hello.run_id}, this buffer serves {self._run_id}"
             return Refused(code="wrong_run", reason=f"{reason}: is network.buffer right?")
-        if lines := mismatches(hello.settings, self.settings(hello.member)):
+        if lines := mismatches(hello.role, hello.settings, self.settings(hello.member)):
             return Refused(code="mismatch", reason=refusal(hello.member, lines))
         known = self._run.members.by_name.get(hello.member)
         if known is not None and known.role != hello.role:

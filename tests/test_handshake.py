@@ -88,7 +88,7 @@ async def join(here: Serving, hello: Hello) -> None:
 @pytest.mark.parametrize("role", ["generator", "learner"])
 def test_the_same_configuration_and_files_agree(tmp_path: Path, role: Role) -> None:
     config = make(tmp_path)
-    assert mismatches(member_settings(config, role), buffer_settings(config)) == []
+    assert mismatches(role, member_settings(config, role), buffer_settings(config)) == []
 
 
 def test_every_setting_that_is_compared_is_tried_below(tmp_path: Path) -> None:
@@ -104,7 +104,9 @@ def test_each_setting_that_differs_is_named_with_both_values(
 ) -> None:
     mine = member_settings(changed(tmp_path, key, CHANGED[role][key]), role)
     buffer = buffer_settings(make(tmp_path))
-    assert mismatches(mine, buffer) == [f"{key} is {mine[key]} there, the buffer has {buffer[key]}"]
+    assert mismatches(role, mine, buffer) == [
+        f"{key} is {mine[key]} there, the buffer has {buffer[key]}"
+    ]
 
 
 @pytest.mark.parametrize(("file", "setting"), FILES.items())
@@ -114,7 +116,7 @@ def test_one_byte_in_a_model_file_makes_another_model(
     buffer = buffer_settings(make(tmp_path))
     config = make(tmp_path)
     (tmp_path / "model" / file).write_text(f"Contents of {file}")
-    [line] = mismatches(member_settings(config, "generator"), buffer)
+    [line] = mismatches("generator", member_settings(config, "generator"), buffer)
     assert line.startswith(f"{setting} is ")
 
 
@@ -138,7 +140,7 @@ def test_another_text_of_the_reward_file_is_another_reward(tmp_path: Path) -> No
     buffer = buffer_settings(make(tmp_path))
     config = make(tmp_path)
     (tmp_path / "reward.py").write_text("def compute_score(*args): return 2.0\n")
-    [line] = mismatches(member_settings(config, "generator"), buffer)
+    [line] = mismatches("generator", member_settings(config, "generator"), buffer)
     assert line.startswith("reward is reward.py:compute_score (")
 
 
@@ -162,9 +164,31 @@ def test_every_mismatch_is_refused_over_the_wire_with_both_values(tmp_path: Path
     play(scenario())
 
 
+@pytest.mark.parametrize("role", ["generator", "learner"])
+def test_a_member_that_leaves_a_setting_out_is_refused_with_its_name(
+    tmp_path: Path, role: Role
+) -> None:
+    config = make(tmp_path)
+    own, buffer = member_settings(config, role), buffer_settings(config)
+
+    async def scenario() -> None:
+        async with serving(tmp_path, config, settings=buffer) as here:
+            for number, name in enumerate(own.keys() & buffer.keys()):
+                rest = {key: value for key, value in own.items() if key != name}
+                with pytest.raises(RefusedError) as refused:
+                    await join(here, hello(role, rest, f"{role}-{number}"))
+                assert f"{name} is not said there, the buffer has" in str(refused.value)
+            with pytest.raises(RefusedError) as refused:
+                await join(here, hello(role, {}, "silent"))
+            assert all(name in str(refused.value) for name in own.keys() & buffer.keys())
+            assert (await here.monitor().status())["members"] == []
+
+    play(scenario())
+
+
 def test_all_that_differs_is_named_at_once(tmp_path: Path) -> None:
     config, other = make(tmp_path), make(tmp_path, seed=9, group_size=3)
-    lines = mismatches(member_settings(other, "learner"), buffer_settings(config))
+    lines = mismatches("learner", member_settings(other, "learner"), buffer_settings(config))
     assert [line.split(" is ")[0] for line in lines] == ["group_size", "seed"]
 
 

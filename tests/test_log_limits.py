@@ -57,7 +57,7 @@ def test_a_name_over_255_characters_is_no_name() -> None:
 
 
 def test_a_refusal_shows_values_as_long_as_they_can_be_read() -> None:
-    [line] = mismatches({"seed": "x" * 100_000}, {"seed": "y" * 100_000})
+    [line] = mismatches("learner", {"seed": "x" * 100_000}, {"seed": "y" * 100_000})
     assert len(line) < 1000
 
 

@@ -106,7 +106,7 @@ def _join(config: Config, role: Role, *, name: str) -> tuple[RunDir, Config]:
         )
     run_dir = _run_dir(config, welcome)
     config = as_begun(config.model_copy(update={"run_name": welcome.run_name}), run_dir)
-    if lines := mismatches(member_settings(config, role), welcome.settings):
+    if lines := mismatches(role, member_settings(config, role), welcome.settings):
         raise ValueError(refusal(f"this {role}", lines))
     try:
         save_resolved(config, run_dir.config_of(name))
