@@ -130,6 +130,12 @@ class Training:
         refused = self.fenced(message.inc)
         if refused is not None:
             return refused
+        if message.version > self.position:
+            return Refused(
+                code="invalid",
+                reason=f"version {message.version} is published by a learner at version "
+                f"{self.position}: only what is committed can be published",
+            )
         row = WeightsRow(message.inc, message.version, message.location, message.digest)
         before = self._publications.get(message.version)
         if before is not None and before.digest != row.digest:

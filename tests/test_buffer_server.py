@@ -391,6 +391,24 @@ def test_a_second_digest_of_a_version_is_told_as_a_fork(
     assert "fork: version 0 of learner number 2 has digest two" in caplog.text
 
 
+def test_a_version_that_was_never_committed_cannot_be_published(tmp_path: Path) -> None:
+    config = make_config(max_steps=2)
+
+    async def scenario() -> None:
+        async with serving(tmp_path, config) as here:
+            learner = here.learner()
+            await learner.register()
+            with pytest.raises(RefusedError, match="version 7 is published by .* at version 0"):
+                await learner.publish(7)
+            assert here.run.books.training.newest_version == 0
+            work = asyncio.create_task(here.generator().work())
+            assert await learner.train() is not None  # and a right one gets the run to its end
+            assert here.run.books.training.newest_version == 2
+            await work
+
+    play(scenario())
+
+
 def test_buffer_goes_on_where_its_journal_ends(tmp_path: Path) -> None:
     config = make_config(max_steps=6, max_staleness=2)
     batches = {}
