@@ -6,7 +6,7 @@ Step s turns version s into s + 1. The staleness of a token trained in step s is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 
 
 def last_step(version: int, max_staleness: int) -> int:
@@ -24,15 +24,20 @@ def staleness(step: int, version: int) -> int:
     return step - version
 
 
-def meets_rule_h(deadlines: Iterable[int], *, next_pick: int, groups_per_step: int) -> bool:
-    """Rule H: the outstanding groups, in order of deadline, all reach a step in time.
+def room_left(
+    begun: Mapping[int, int], *, next_pick: int, groups_per_step: int, max_staleness: int
+) -> Iterator[tuple[int, int]]:
+    """For each version of `begun`, in order: how many more groups of it or older ones there may be.
 
-    `deadlines` are the last steps at which each outstanding group may be trained, in any order.
-    `next_pick` is n = a * B + p, the number of groups assigned so far. The j-th group in deadline
-    order is trained at step floor((n + j) / B) at the latest.
+    `begun` has the number of groups in flight or finished by version; `next_pick` is n, the number
+    of groups assigned so far. Up to and including step d, (d + 1) * B groups are trained in all, so
+    n and those that no step after d may train must not be more. Rule H: none is negative.
     """
-    ordered = sorted(deadlines)
-    return all((next_pick + j) // groups_per_step <= d for j, d in enumerate(ordered))
+    num_due = next_pick
+    for version in sorted(begun):
+        num_due += begun[version]
+        room = (last_step(version, max_staleness) + 1) * groups_per_step
+        yield version, room - num_due
 
 
 def sample_seed(run_seed: int, kind: str, epoch: int, position: int, sample: int, k: int) -> int:

@@ -50,7 +50,7 @@ class Books:
         _check_same_run(stored.meta, self._constants)
         self.ledger = _restored_ledger(config, self.prompts, stored, now)
         self.training = Training(self.ledger, stored)
-        self.ledger.forget(before_step=self.training.oldest_step)
+        self.ledger.batches.forget(before_step=self.training.oldest_step)
         self.room = JournalRoom(config, journal=journal, ledger=self.ledger, training=self.training)
         self.evaluations = _restored_evaluations(config, val, stored, now)
         self.tally = Tally()
@@ -91,6 +91,7 @@ class Books:
             **self._constants,
             **self.training.meta(),
             "staleness": self.tally.staleness_json(),
+            "closed": str(int(self.ledger.policy.closed)),
             "not_issued": str(not_issued),
             "evaluating": json.dumps(self.evaluations.versions_due),
             "records_told": str(self.evaluations.num_told),
@@ -105,10 +106,13 @@ def _restored_ledger(config: Config, prompts: Prompts, stored: Stored, now: floa
         num_groups=prompts.num_groups,
         max_steps=config.max_steps,
         last_batch=config.data.last_batch,
+        order=config.buffer.order,
     )
     ledger = Ledger(policy, group_id=prompts.group_id, max_attempts=config.buffer.max_attempts)
     committed = int(stored.meta.get("committed", 0))
-    ledger.restore(stored.groups, committed=committed, steps=len(stored.steps), now=now)
+    closed = stored.meta.get("closed") == "1"
+    steps = len(stored.steps)
+    ledger.restore(stored.groups, committed=committed, steps=steps, closed=closed, now=now)
     return ledger
 
 

@@ -6,7 +6,15 @@ import logging
 from collections.abc import Sequence
 
 from asyncrl.config import Config
-from asyncrl.messages import Failed, Lease, LeaseRequest, Started, Submit, Verdict
+from asyncrl.messages import (
+    Failed,
+    Heartbeat,
+    Lease,
+    LeaseRequest,
+    Started,
+    Submit,
+    Verdict,
+)
 from asyncrl.types import GroupId, RolloutGroup, WeightId
 from asyncrl.wire import WireError, decode_group
 from buffer.arrivals import Arrival, fault, summarize
@@ -98,6 +106,28 @@ class Generation:
             self._tally.failed(f"group {each.group}: {each.member} ran past its time")
         self._evaluations.expire(now=now)
 
+    def let_go_late(self) -> None:
+        """With on_late drop or reissue: groups at their deadline are waited for no longer."""
+        on_late = self._config.buffer.on_late
+        if on_late == "wait":
+            return
+        for group in self._ledger.let_go_late(reissue=on_late == "reissue"):
+            self._tally.let_go(group.id)
+            log.info("group %s is let go: %s (%s)", group.id, group.reason, group.state)
+
+    def void(self, member: Member, beat: Heartbeat) -> list[list[int]]:
+        """Leases that the generator says it holds and does not hold any more."""
+        held = [lease for lease in beat.held if len(lease) == 3]
+        return [
+            lease
+            for lease in held
+            if self._ledger.held(GroupId(*lease[:2]), lease[2], by=member.name) is None
+        ]
+
+    def take_void(self, member: Member) -> list[list[int]]:
+        """Leases that were taken from this generator and that it has not been told of."""
+        return [[*lease.group, lease.attempt] for lease in self._ledger.take_void(member.name)]
+
     def _is_any(self, serving: int) -> bool:
         """Whether there is a lease for a generator that serves this version."""
         needed = self._ledger.next_min_version()
@@ -164,7 +194,8 @@ class Generation:
             self._fail(member, message, "its oldest token is too old", now=now)
         if judgement != "accepted":
             return Verdict(verdict=judgement)
-        reason = arrival.useless_because if self._config.buffer.zero_variance == "refill" else None
+        useless = self._config.buffer.zero_variance
+        reason = arrival.useless_because if useless != "train" else None
         self._ledger.accept(
             id,
             attempt,
@@ -174,8 +205,10 @@ class Generation:
             reward=arrival.reward_mean,
             payload=self._room.store(frame, is_filtered=reason is not None),
             filtered_because=reason,
+            keeps_place=useless == "drop",
         )
-        self._tally.arrived(arrival, filtered=reason is not None)
+        num_lost = self._config.group_size - len(arrival.lengths)
+        self._tally.arrived(arrival, filtered=reason is not None, num_lost=num_lost)
         if reason is not None:
             return Verdict(verdict="filtered", reason=reason)
         return Verdict(verdict="accepted")
@@ -214,6 +247,8 @@ class Generation:
         id = GroupId(*message.group)
         group = self._ledger.held(id, message.attempt, by=member.name)
         if group is None:
+            if isinstance(message, Failed):
+                self._tally.given_up(id, message.lengths)
             return "superseded"
         if hopeless:
             self._ledger.drop(group, reason)

@@ -53,8 +53,10 @@ class GeneratorRequests:
             if self._run.end is not None:
                 member.heard_end = True
                 return Leases(leases=[], done=True)
-            if leases := self._run.generation.lease(member, request, now=now):
-                member.leases = Leases(leases=leases)
+            void = self._run.generation.take_void(member)
+            leases = self._run.generation.lease(member, request, now=now)
+            if leases or void:
+                member.leases = Leases(leases=leases, void=void)
             return member.leases
 
         found = await self._changes.until(look)

@@ -21,13 +21,14 @@ class State(StrEnum):
     TRAINED = "trained"
     FILTERED = "filtered"
     QUARANTINED = "quarantined"
+    STALE = "stale"
     DROPPED = "dropped"
     CANCELLED = "cancelled"
 
 
 OPEN = frozenset({State.WAITING, State.LEASED})
 OUTSTANDING = OPEN | {State.READY}
-FATES = frozenset({State.FILTERED, State.QUARANTINED, State.DROPPED, State.CANCELLED})
+FATES = frozenset({State.FILTERED, State.QUARANTINED, State.STALE, State.DROPPED, State.CANCELLED})
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ from buffer.members import Member, Members
 
 log = logging.getLogger(__name__)
 
-LATE_SHARE = 0.99
-"""A lease given back after this share of its time is late: clocks of two machines differ a bit."""
+LATE_SHARE = 0.9
+"""A lease given back after this share of its time is late: generators give up at 0.95 of it."""
 LOST_LEASE_S = 10.0
 """A lease that its living generator does not report for this long never arrived there."""
 LATE_IN_A_ROW = 3
@@ -52,10 +52,11 @@ class LeaseClocks:
         return self.age_s(group, now=now) >= LATE_SHARE * self.lease_timeout_s
 
     def release_member(self, member: str, *, reason: str) -> int:
-        """Passes all leases of a generator on; returns how many."""
+        """Passes all leases of a generator that is not there on; returns how many."""
         held = [group for group in self._ledger.groups.leased() if group.member == member]
         for group in held:
             self._ledger.reissue(group, reason)
+        self._ledger.take_void(member)
         return len(held)
 
     def reconcile(self, member: str, held: Iterable[tuple[GroupId, int]], *, now: float) -> None:

@@ -1,7 +1,7 @@
 """What became of every prompt group: one state each, and the counts always add up.
 
     WAITING -> LEASED -> READY -> ASSIGNED(step) -> TRAINED
-       ^          |        or FILTERED, QUARANTINED, DROPPED, CANCELLED (a fate, with a reason)
+       ^          |        or a fate: FILTERED, QUARANTINED, STALE, DROPPED, CANCELLED
        +----------+  attempt + 1: its generator died, ran late or failed
 
 The ledger keeps the books, policy.py decides, leases.py watches the clock of each lease. Time is
@@ -11,14 +11,22 @@ passed in (seconds of a monotonic clock).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from asyncrl.journal_tables import GroupRow, PayloadRef
 from asyncrl.types import GroupId
-from buffer.groups import FATES, OPEN, OUTSTANDING, Group, Groups, State
+from buffer.batches import Batches
+from buffer.groups import OPEN, OUTSTANDING, Group, Groups, State
 from buffer.policy import StalenessPolicy
 
 Judgement = Literal["accepted", "duplicate", "superseded", "stale", "unknown"]
+
+
+class LeaseId(NamedTuple):
+    """One attempt at a group."""
+
+    group: GroupId
+    attempt: int
 
 
 class Ledger:
@@ -38,24 +46,32 @@ class Ledger:
         self._max_attempts = max_attempts
         self.groups = Groups()
         """Their counts by state add up to what was admitted."""
-        self._steps: dict[int, list[Group]] = {}
+        self.batches = Batches(policy, self.groups)
+        self._void: dict[str, list[LeaseId]] = {}
 
-    def restore(self, rows: Sequence[GroupRow], *, committed: int, steps: int, now: float) -> None:
-        """Takes over the books of a buffer that has ended; `steps` batches were assigned.
+    def restore(
+        self,
+        rows: Sequence[GroupRow],
+        *,
+        committed: int,
+        steps: int,
+        closed: bool,
+        now: float,
+    ) -> None:
+        """Takes over the books of a buffer that has ended; `steps` batches were assigned, and
+        `closed` says whether the last of them was a smaller one at the end of the data.
 
         Leases go on with all their time, in the name of the generator that held them.
         """
         groups = [Group.from_row(row) for row in rows]
         for group in groups:
             self.groups.add(group)
-            if group.step is not None:
-                self._steps.setdefault(group.step, []).append(group)
-        last = self._steps.get(steps - 1, [])
+        self.batches.restore(groups)
         self.policy.restore(
             admitted=len(groups),
             committed=committed,
             next_step=steps,
-            closed=bool(last) and len(last) < self.policy.groups_per_step,
+            closed=closed,
             queue=[group.number for group in groups if group.state in OUTSTANDING],
         )
         for group in groups:
@@ -78,7 +94,7 @@ class Ledger:
         group.version = self.policy.lease(group.number)
         group.member, group.granted_at = member, now
         group.started_at = group.missing_since = None
-        self._move(group, State.LEASED)
+        self.groups.move(group, State.LEASED)
         return group
 
     def started(self, id: GroupId, attempt: int, version: int, *, now: float) -> bool:
@@ -117,19 +133,27 @@ class Ledger:
         reward: float | None,
         payload: PayloadRef | None,
         filtered_because: str | None,
+        keeps_place: bool = False,
     ) -> None:
-        """Takes a group that was judged `accepted`: READY, or FILTERED with the reason. `reward` is
-        the mean of its scored rollouts."""
+        """Takes a group that was judged `accepted`: READY, or FILTERED with the reason, and then
+        its place is free for another unless it `keeps_place`. `reward` is the mean of its scored
+        rollouts."""
         group = self.groups.by_id[id]
+        if (group.member, group.attempt) != (member, attempt):
+            self._void_lease(group)
         group.version = self._oldest(group, oldest_version)
         group.member, group.reward = member, reward
         group.token_versions = dict(token_versions)
         group.accepted_attempt, group.payload = attempt, payload
-        if filtered_because is not None:
+        if filtered_because is None:
+            self.policy.finish(group.number, group.version)
+            self.groups.move(group, State.READY)
+        elif keeps_place:
+            self.policy.blank(group.number)
+            group.reason = filtered_because
+            self.groups.move(group, State.FILTERED)
+        else:
             self._settle(group, State.FILTERED, filtered_because)
-            return
-        self.policy.finish(group.number, group.version)
-        self._move(group, State.READY)
 
     def held(self, id: GroupId, attempt: int, *, by: str) -> Group | None:
         """The group that this generator has this lease of now; None when it has not."""
@@ -142,10 +166,27 @@ class Ledger:
         """Its generator gives a lease back. To quarantine count failures caused by content, and a
         lease that had used up its time, as if it had expired here."""
         group.seed_k += content
+        group.member = ""  # whoever held it need not be told
         if content or late:
             self.strike(group, reason)
         else:
             self.reissue(group, reason)
+
+    def let_go_late(self, *, reissue: bool) -> list[Group]:
+        """Groups in flight at their deadline for which alone the learner waits are waited for no
+        longer: fate STALE, or generated anew as often as there are attempts. Returns them."""
+        late = [self.groups.by_number[number] for number in self.policy.late()]
+        for group in late:
+            reason = f"in flight at its deadline, step {self.policy.next_step}"
+            if reissue:
+                self.strike(group, reason)
+            else:
+                self._settle(group, State.STALE, reason)
+        return late
+
+    def take_void(self, member: str) -> list[LeaseId]:
+        """Leases that were taken from this generator since the last call."""
+        return self._void.pop(member, [])
 
     def drop(self, group: Group, reason: str) -> None:
         """No further attempt at this leased group can help: its fate is DROPPED."""
@@ -175,77 +216,36 @@ class Ledger:
 
     def reissue(self, group: Group, reason: str) -> None:
         """Back to WAITING, for a further attempt."""
+        self._void_lease(group)
         self.policy.release(group.number)
         group.attempt += 1
         group.version = group.payload = group.accepted_attempt = group.started_at = None
         group.reward = group.leased_at = group.finished_at = None
         group.member, group.reason = "", reason
         group.token_versions = {}
-        self._move(group, State.WAITING)
+        self.groups.move(group, State.WAITING)
 
-    def assign(self) -> tuple[int, list[Group]]:
-        """Closes the next batch (policy.can_assign): its step and its groups in order."""
-        step = self.policy.next_step
-        groups = [self.groups.by_number[number] for number in self.policy.assign()]
-        for group in groups:
-            group.step = step
-            self._move(group, State.ASSIGNED)
-        self._steps[step] = groups
-        return step, groups
+    def drop_leftovers(self) -> None:
+        """Gives a fate to groups at the end of the data that no batch will take, and frees the
+        places of filtered groups that would make a batch on their own."""
+        self._settle_all(self.policy.leftovers(), State.DROPPED, "too few for a last batch")
+        while blank := self.policy.blank_batch():
+            self._settle_all(blank, State.FILTERED, "")
 
-    def batch(self, step: int) -> list[Group]:
-        """The groups of an assigned step, in order of admission."""
-        return self._steps[step]
-
-    def commit(self, version: int) -> list[Group]:
-        """Step version - 1 is trained: returns its groups."""
-        self.policy.commit(version)
-        groups = self._steps[version - 1]
-        for group in groups:
-            self._move(group, State.TRAINED)
-        return groups
-
-    def rewind(self, version: int) -> None:
-        """The learner is at `version` (back, or ahead of the last commit that arrived): earlier
-        steps are trained, later ones are assigned."""
-        self.policy.commit(version)
-        for step, groups in self._steps.items():
-            state = State.TRAINED if step < version else State.ASSIGNED
-            for group in groups:
-                if group.state != state:
-                    self._move(group, state)
-
-    def drop_leftovers(self) -> int:
-        """Gives a fate to groups at the end of the data that no batch will take."""
-        leftovers = self.policy.leftovers()
-        for number in leftovers:
-            self._settle(self.groups.by_number[number], State.DROPPED, "too few for a last batch")
-        return len(leftovers)
-
-    def cancel_outstanding(self, reason: str) -> int:
+    def cancel_outstanding(self, reason: str) -> None:
         """The run ends: whatever is outstanding is cancelled."""
-        outstanding = self.policy.outstanding
-        for number in outstanding:
-            self._settle(self.groups.by_number[number], State.CANCELLED, reason)
-        return len(outstanding)
-
-    def forget(self, *, before_step: int) -> None:
-        """Drops from memory what can never be asked for again; the journal keeps it.
-
-        These are the groups trained before `before_step`, and the fates admitted before them.
-        """
-        steps = [step for step in self._steps if step < before_step]
-        last = max((g.number for step in steps for g in self._steps.pop(step)), default=-1)
-        for number in [n for n in self.groups.by_number if n <= last]:
-            group = self.groups.by_number[number]
-            if group.state in FATES or (group.step is not None and group.step < before_step):
-                self.groups.forget(number)
+        self._settle_all(self.policy.outstanding, State.CANCELLED, reason)
 
     def _admit(self) -> Group:
         number = self.policy.admit()
         group = Group(number, self._group_id(number))
         self.groups.add(group)
         self.groups.change(group)
+        if self.groups.counts.total() != self.policy.admitted:
+            raise RuntimeError(
+                f"groups by state {dict(self.groups.counts)} do not add up to what was admitted: "
+                f"{self.policy}"
+            )
         return group
 
     def _resume(self, group: Group, now: float) -> None:
@@ -269,15 +269,23 @@ class Ledger:
             return group.version
         return self.policy.min_version(group.number)
 
+    def _settle_all(self, numbers: Sequence[int], state: State, reason: str) -> None:
+        """A filtered group that had kept its place stays filtered."""
+        for number in numbers:
+            if self.policy.is_blank(number):
+                self.policy.remove(number)
+            else:
+                self._settle(self.groups.by_number[number], state, reason)
+
+    def _void_lease(self, group: Group) -> None:
+        """Whoever holds it now is to hear that it does so no longer."""
+        if group.state == State.LEASED:
+            lease = LeaseId(group.id, group.attempt)
+            self._void.setdefault(group.member, []).append(lease)
+
     def _settle(self, group: Group, state: State, reason: str) -> None:
+        if state != State.FILTERED:
+            self._void_lease(group)
         self.policy.remove(group.number)
         group.reason = reason
-        self._move(group, state)
-
-    def _move(self, group: Group, state: State) -> None:
         self.groups.move(group, state)
-        counts = self.groups.counts
-        if counts.total() != self.policy.admitted:
-            raise RuntimeError(
-                f"groups by state {dict(counts)} do not add up to {self.policy.admitted}"
-            )

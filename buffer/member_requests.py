@@ -125,7 +125,8 @@ class MemberRequests:
         if member.role == "generator":
             member.heard_end = member.heard_end or done
         newest = self._run.books.training.newest
-        return Beat(inc=newest.inc, version=newest.version, done=done)
+        void = self._run.generation.void(member, beat)
+        return Beat(inc=newest.inc, version=newest.version, void=void, done=done)
 
     async def _leave(self, member: Member, packet: Packet, leave: Leave) -> Message:
         self._run.watch.leave(member, leave, now=time.monotonic())

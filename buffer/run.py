@@ -118,8 +118,10 @@ class Run:
             return None
         self.watch.waiting.asked(step, now=now)
         policy = self.books.ledger.policy
-        if step == policy.next_step and self.end is None and policy.can_assign():
-            self._assign(now)
+        if step == policy.next_step and self.end is None:
+            self.generation.let_go_late()
+            if policy.can_assign():
+                self._assign(now)
         found = self.books.training.step(step)
         if found is None:
             return None
@@ -159,7 +161,7 @@ class Run:
         """Versions after `before` are committed: one by a commit, or those whose commits never
         arrived by a registration."""
         for version in range(before + 1, self.books.training.committed + 1):
-            self.books.tally.trained(version - 1, self.books.ledger.batch(version - 1))
+            self.books.tally.trained(version - 1, self.books.ledger.batches.of(version - 1))
             if self.config.eval.every and version % self.config.eval.every == 0:
                 self.books.evaluations.due(version, now=now)
 
@@ -168,7 +170,7 @@ class Run:
         return WeightId(self.books.training.inc, self.books.training.newest_version)
 
     def _assign(self, now: float) -> None:
-        step, groups = self.books.ledger.assign()
+        step, groups = self.books.ledger.batches.assign()
         waited_s = self.watch.waiting.asked_s(step, now=now)
         values = self.books.tally.take_step(step, groups) | {
             "generator_tokens_per_s": round(self.members.tokens_per_s(), 1),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncrl import versions
+from asyncrl.types import GroupId
 from buffer.arrivals import Arrival
 from buffer.groups import Group
 
@@ -24,6 +25,9 @@ class _SinceLastStep:
     num_groups: int = 0
     num_filtered: int = 0
     num_failed: int = 0
+    num_late: int = 0
+    num_rollouts_lost: int = 0
+    late_lengths: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     num_truncated: int = 0
@@ -45,9 +49,12 @@ class Tally:
         self._last_failure = ""
         self._num_dropped = 0
         self._last_drop = ""
+        self._late: set[GroupId] = set()
 
-    def arrived(self, arrival: Arrival, *, filtered: bool) -> None:
+    def arrived(self, arrival: Arrival, *, filtered: bool, num_lost: int) -> None:
+        """A group was accepted; `num_lost` rollouts are missing in it."""
         since = self._since
+        since.num_rollouts_lost += num_lost
         since.num_groups += 1
         since.num_filtered += filtered
         since.rewards += arrival.rewards
@@ -76,6 +83,17 @@ class Tally:
         self._since.num_failed += 1
         self._num_dropped += 1
         self._last_drop = reason
+
+    def let_go(self, id: GroupId) -> None:
+        """A group in flight at its deadline is waited for no longer."""
+        self._since.num_late += 1
+        self._late.add(id)
+
+    def given_up(self, id: GroupId, lengths: Sequence[int]) -> None:
+        """A generator has given up a group whose lease was void, with so many tokens sampled."""
+        if id in self._late:
+            self._late.discard(id)
+            self._since.late_lengths += lengths
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
         self.staleness += _token_ages(step, groups)
@@ -110,17 +128,24 @@ class Tally:
         ages = _token_ages(step, groups)
         total = sum(age * count for age, count in ages.items())
         reward: Values = {"reward_mean": _mean(since.rewards)} if since.rewards else {}
-        return reward | {
-            "num_arrived": since.num_groups,
-            "num_filtered": since.num_filtered,
-            "num_failed": since.num_failed,
-            "response_length_mean": _mean(since.lengths),
-            "truncated_share": since.num_truncated / max(1, len(since.lengths)),
-            "num_groups": len(groups),
-            "staleness_min": min(ages, default=0),
-            "staleness_mean": total / max(1, ages.total()),
-            "staleness_max": max(ages, default=0),
-        }
+        late: Values = {"late_length_mean": _mean(since.late_lengths)} if since.late_lengths else {}
+        return (
+            reward
+            | late
+            | {
+                "num_arrived": since.num_groups,
+                "num_filtered": since.num_filtered,
+                "num_failed": since.num_failed,
+                "num_late": since.num_late,
+                "num_rollouts_lost": since.num_rollouts_lost,
+                "response_length_mean": _mean(since.lengths),
+                "truncated_share": since.num_truncated / max(1, len(since.lengths)),
+                "num_groups": len(groups),
+                "staleness_min": min(ages, default=0),
+                "staleness_mean": total / max(1, ages.total()),
+                "staleness_max": max(ages, default=0),
+            }
+        )
 
 
 def _token_ages(step: int, groups: Sequence[Group]) -> Counter[int]:

@@ -85,13 +85,13 @@ class Training:
         self.inc, self.owner = self.inc + 1, member
         self._digest, self.position = message.config_digest, version
         self.end_step = None
-        self._ledger.rewind(version)
+        self._ledger.batches.rewind(version)
         return None
 
     def assign(self, record: Record, *, waited_for: str, at: float) -> None:
         """Notes the batch that the ledger has just closed, for good, with its record and the
         wall-clock time."""
-        groups = self._ledger.batch(record.step)
+        groups = self._ledger.batches.of(record.step)
         row = StepRow(
             step=record.step,
             num_groups=len(groups),
@@ -108,7 +108,7 @@ class Training:
         row = self._steps.get(step)
         if row is None or step < self.oldest_step:
             return None
-        return row, self._ledger.batch(step)
+        return row, self._ledger.batches.of(step)
 
     def commit(self, message: Commit) -> Refused | None:
         """The next step is trained."""
@@ -122,7 +122,7 @@ class Training:
                 f"{self.position}, and {self._ledger.policy.next_step} steps are assigned",
             )
         self.position, self.metrics = message.version, dict(message.metrics)
-        self._ledger.commit(message.version)
+        self._ledger.batches.commit(message.version)
         return None
 
     def published(self, message: Published) -> Refused | None:
@@ -157,7 +157,7 @@ class Training:
         if self.oldest_step < oldest <= self.position:
             self.oldest_step = oldest
             self._steps = {s: row for s, row in self._steps.items() if s >= oldest}
-            self._ledger.forget(before_step=oldest)
+            self._ledger.batches.forget(before_step=oldest)
         return None
 
     def meta(self) -> dict[str, str]:

@@ -79,8 +79,8 @@ def test_a_group_with_tokens_too_old_is_stale() -> None:
     ledger = make_ledger(max_staleness=0)
     for _ in range(2):
         accept(ledger, lease(ledger).id)
-    ledger.assign()
-    ledger.commit(1)
+    ledger.batches.assign()
+    ledger.batches.commit(1)
     group = lease(ledger, version=1)
     assert ledger.judge(group.id, 0, 0) == "stale"
     assert ledger.judge(group.id, 0, 1) == "accepted"
@@ -198,7 +198,13 @@ def test_a_filtered_group_frees_its_place_at_once() -> None:
 def restarted(ledger: Ledger, rows: Sequence[GroupRow], *, max_staleness: int = 1) -> Ledger:
     again = make_ledger(max_staleness=max_staleness)
     policy = ledger.policy
-    again.restore(rows, committed=policy.committed, steps=policy.next_step, now=1000.0)
+    again.restore(
+        rows,
+        committed=policy.committed,
+        steps=policy.next_step,
+        closed=policy.closed,
+        now=1000.0,
+    )
     return again
 
 
@@ -208,16 +214,16 @@ def test_a_restart_keeps_the_books_and_gives_leases_a_fresh_deadline() -> None:
     ledger.started(groups[3].id, 0, 0, now=0.0)
     for group in groups[:3]:
         accept(ledger, group.id)
-    ledger.assign()
+    ledger.batches.assign()
     again = restarted(ledger, ledger.groups.take_rows(at=0.0))
     assert again.groups.counts == ledger.groups.counts
     assert again.policy.outstanding == (2, 3)
-    assert [group.id for group in again.batch(0)] == [groups[0].id, groups[1].id]
+    assert [group.id for group in again.batches.of(0)] == [groups[0].id, groups[1].id]
     assert clocks_of(again).expire(now=1099.0) == []
     assert again.judge(groups[2].id, 0, 0) == "duplicate"
     accept(again, groups[3].id)
-    again.commit(1)
-    assert [group.number for group in again.assign()[1]] == [2, 3]
+    again.batches.commit(1)
+    assert [group.number for group in again.batches.assign()[1]] == [2, 3]
 
 
 def test_after_a_restart_only_leases_that_had_begun_count_when_they_run_late() -> None:
@@ -235,10 +241,10 @@ def test_a_restart_with_a_smaller_bound_generates_anew_what_is_too_old_for_it() 
     ledger = make_ledger()
     for _ in range(4):
         accept(ledger, lease(ledger).id)
-    ledger.assign()
+    ledger.batches.assign()
     again = restarted(ledger, ledger.groups.take_rows(at=0.0), max_staleness=0)
     assert again.groups.counts == {State.ASSIGNED: 2, State.READY: 0, State.WAITING: 2}
-    again.commit(1)
+    again.batches.commit(1)
     assert lease(again, version=1).attempt == 1
 
 
@@ -246,11 +252,11 @@ def test_forgetting_trained_steps_keeps_the_counts() -> None:
     ledger = make_ledger()
     for _ in range(4):
         accept(ledger, lease(ledger).id)
-    ledger.assign()
-    ledger.commit(1)
+    ledger.batches.assign()
+    ledger.batches.commit(1)
     ledger.groups.take_rows(at=0.0)
-    ledger.forget(before_step=1)
+    ledger.batches.forget(before_step=1)
     assert ledger.judge(FIRST, 0, 0) == "unknown"
     assert ledger.groups.counts[State.TRAINED] == 2
-    ledger.assign()
+    ledger.batches.assign()
     assert ledger.groups.counts.total() == 4
