@@ -96,16 +96,17 @@ class Work:
             return await self._making
         except asyncio.CancelledError:
             if self._lengths_when_void is None or this.cancelling():
-                raise
+                raise  # this task is cancelled, too
             raise VoidLease(self._lengths_when_void) from None
         finally:
             self._give_back(self._num_places)
 
     def give_up(self) -> None:
         """The lease is void. A group that is made already, and on its way, is left alone."""
-        if self._making is not None and not self._making.done():
-            self._lengths_when_void = self.lengths()
-            self._making.cancel()
+        if self._making is None or self._making.done() or self._lengths_when_void is not None:
+            return
+        self._lengths_when_void = self.lengths()
+        self._making.cancel()
 
     def _give_back(self, count: int) -> None:
         self._num_places -= count

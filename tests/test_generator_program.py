@@ -50,6 +50,25 @@ def test_the_program_generates_beats_and_exits_0_when_the_run_is_done(
     assert not buffer.left, "it has heard of the end"
 
 
+def test_a_full_program_gives_up_what_heartbeats_say_is_void(
+    config: Config, tmp_path: Path
+) -> None:
+    stuck = make_config(Path(config.model.path).parent, generator__scripted__tokens_per_s=1 / 60)
+
+    async def scenario() -> SmallBuffer:
+        async with serve([lease(i) for i in range(4)]) as (buffer, address):
+            program = start_program(tmp_path, stuck, address)
+            await buffer.until(lambda: len(buffer.started) == 4, 40)
+            buffer.void_held = [[0, 2, 0]]
+            buffer.leases = [lease(4)]
+            await buffer.until(lambda: len(buffer.started) == 5)
+            program.send_signal(signal.SIGTERM)
+            assert await ended(program, 10) == 143
+            return buffer
+
+    assert [failed.group for failed in run(scenario()).failed] == [[0, 2]]
+
+
 @pytest.mark.parametrize(
     "engine", ["scripted", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm])]
 )
