@@ -86,9 +86,13 @@ def test_deleted_and_missing_text_is_said(known: Path) -> None:
         group = show(run, row, text_decoder(run))
         assert group.rollouts == ()
         assert group.note.startswith(note)
+    [filtered] = select(run, Filter(prompt="0/12"))
+    not_kept = filtered._replace(segment=None, offset=None, length=None)
+    assert show(run, not_kept, text_decoder(run)).note.startswith("text not kept: it was filtered")
     for segment in (known / "segments").iterdir():
         segment.unlink()
-    assert show(run, run.groups[0], text_decoder(run)).note.startswith("text deleted")
+    note = show(run, run.groups[0], text_decoder(run)).note
+    assert note == "text missing: segments/000001 is not there, or not whole"
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal(known: Path) -> None:

@@ -137,6 +137,21 @@ def show(
 
 
 @app.command()
+def export(
+    run: RunName,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT.parquet", help="default: RUN/rollouts.parquet")
+    ] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="trained in this step")] = None,
+    fate: Annotated[str | None, typer.Option(help="trained, filtered, ready, ...")] = None,
+) -> None:
+    """Write the rollouts of a run as a Parquet file, a row for each response."""
+    from asyncrl.report.export import export_run
+
+    _exit(lambda: export_run(run, out=out, step=step, fate=fate))
+
+
+@app.command()
 def report(run: RunName) -> None:
     """Write RUN/report/report.html: plots, summary and samples of a run, in any state of it."""
     from asyncrl.report.page import report_run

@@ -7,7 +7,6 @@ asyncrl some of the columns: what is not there is empty.
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from asyncrl.config.yaml_text import YamlError, parse
 from asyncrl.journal import open_read_only
 from asyncrl.journal_tables import BeatRow, EvalRow, GroupRow, PayloadRef, StepRow
 from asyncrl.run_dir import RunDir
+from asyncrl.segments import read_payload
 
 Record = dict[str, Any]
 Row = TypeVar("Row", bound=NamedTuple)
@@ -68,22 +68,11 @@ class RunRecords:
 
     def setting(self, key: str) -> Any:
         """A value of the configuration by its dotted key; None where there is none."""
-        value: Any = self.config
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        return value
+        return setting(self.config, key)
 
     def payload(self, group: GroupRow) -> bytes | None:
-        """The stored group (wire.encode_group); None when it is deleted, or never came."""
-        if group.segment is None or group.offset is None or group.length is None:
-            return None
-        ref = PayloadRef(group.segment, group.offset, group.length)
-        try:
-            with (self.path / "segments" / f"{ref.segment:06d}").open("rb") as file:
-                data = os.pread(file.fileno(), ref.length, ref.offset)
-        except FileNotFoundError:
-            return None
-        return data if len(data) == ref.length else None
+        """As read_group."""
+        return read_group(self.path, group)
 
 
 def find_run(name: str) -> Path:
@@ -106,13 +95,9 @@ def read_run(path: Path) -> RunRecords:
     run_dir = RunDir(path)
     journal = path / "journal.sqlite"
     tables = _Tables(journal)
-    try:
-        config = parse(run_dir.config.read_text()).value if run_dir.config.exists() else {}
-    except (YamlError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{run_dir.config} cannot be read: {error}") from None
     return RunRecords(
         path=path,
-        config=config if isinstance(config, dict) else {},
+        config=read_config(path),
         meta=tables.meta,
         groups=sorted(tables.rows("groups", GroupRow)),
         steps=sorted(tables.rows("steps", StepRow)),
@@ -120,6 +105,33 @@ def read_run(path: Path) -> RunRecords:
         beats=sorted(beat for beat in tables.rows("beats", BeatRow) if beat.seconds != "{}"),
         metrics=read_metrics(run_dir.metrics),
     )
+
+
+def read_config(path: Path) -> Record:
+    """config.yaml of a run directory; empty when there is none. Raises ValueError, naming it, when
+    it cannot be read."""
+    file = RunDir(path).config
+    try:
+        config = parse(file.read_text()).value if file.exists() else {}
+    except (YamlError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+    return config if isinstance(config, dict) else {}
+
+
+def setting(config: Record, key: str) -> Any:
+    """A value of a configuration by its dotted key; None where there is none."""
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def read_group(path: Path, row: GroupRow) -> bytes | None:
+    """The stored group (wire.encode_group) of a run directory; None when it is deleted, was not
+    kept, or never came."""
+    if row.segment is None or row.offset is None or row.length is None:
+        return None
+    return read_payload(path / "segments", PayloadRef(row.segment, row.offset, row.length))
 
 
 def why_failed(path: Path) -> str:

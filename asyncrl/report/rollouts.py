@@ -74,13 +74,17 @@ def show(run: RunRecords, row: GroupRow, text: Decode) -> ShownGroup:
 
 
 def text_decoder(run: RunRecords) -> Decode:
-    """Token ids to text by the tokenizer of the run's model, special tokens included.
+    """Token ids to text by the tokenizer of the run's model; without it, the ids themselves."""
+    found = find_decoder(run.setting("model.path"))
+    return found or (lambda ids: "ids " + " ".join(map(str, ids)))
 
-    Without its tokenizer.json, the ids themselves.
-    """
-    file = Path(str(run.setting("model.path"))) / "tokenizer.json"
+
+def find_decoder(model: str | None) -> Decode | None:
+    """Token ids to text, special tokens included; None where this model directory has no
+    tokenizer.json."""
+    file = Path(str(model)) / "tokenizer.json"
     if not file.is_file():
-        return lambda ids: "ids " + " ".join(map(str, ids))
+        return None
     from tokenizers import Tokenizer
 
     tokenizer: Any = Tokenizer.from_file(str(file))
@@ -92,13 +96,22 @@ def version_spans(versions: dict[int, int]) -> str:
     return ", ".join(f"v{version} x{count}" for version, count in versions.items())
 
 
+def why_not_stored(row: GroupRow) -> str:
+    """Why the journal has no rollouts of this group."""
+    if row.accepted_attempt is None:
+        return "no text: no group was finished" + ("" if row.reason else " yet")
+    if row.length is None:
+        return "text not kept: it was filtered when the journal had little room"
+    if row.segment is None:
+        return "text deleted: older than the oldest checkpoint"
+    return f"text missing: segments/{row.segment:06d} is not there, or not whole"
+
+
 def _stored(run: RunRecords, row: GroupRow) -> tuple[RolloutGroup | None, str]:
     """The group as it was submitted, or why it is not there."""
-    if row.length is None:
-        return None, "no text: no group was finished" + ("" if row.reason else " yet")
     data = run.payload(row)
     if data is None:
-        return None, "text deleted: older than the oldest checkpoint"
+        return None, why_not_stored(row)
     try:
         return decode_group(data), ""
     except WireError as error:

@@ -1,0 +1,122 @@
+"""`asyncrl-launch export`: every stored response is a row, and what is left out is counted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from run_records import GROUPS, STALENESS, STEPS, TOKENS, write_run
+
+from asyncrl.journal import Journal
+from asyncrl.journal_claim import note_nothing_kept
+from asyncrl.journal_tables import Change
+from asyncrl.report import export
+from asyncrl.report.export import COLUMNS, export_run
+
+
+@pytest.fixture
+def known(tmp_path: Path, random_tiny_task: Path) -> Path:
+    return write_run(tmp_path, model=random_tiny_task / "model")
+
+
+def exported(run: Path, **options: object) -> pa.Table:
+    out = run / "out.parquet"
+    assert export_run(str(run), out=out, **({"step": None, "fate": None} | options)) == 0  # type: ignore[arg-type]
+    return parquet.read_table(out)
+
+
+def test_every_stored_response_is_a_row_with_all_that_was_submitted(
+    known: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = exported(known)
+    assert table.schema == COLUMNS
+    assert table.num_rows == 2 * (STEPS * GROUPS + 1)
+    row = table.slice(7, 1).to_pylist()[0]  # the second response of group 3, in step 1
+    assert (row["epoch"], row["position"], row["sample"]) == (0, 3, 1)
+    assert (row["state"], row["step"], row["attempt"]) == ("trained", 1, 0)
+    assert (row["source"], row["generator"], row["inc"]) == ("known", "generator-0-aaaa", 1)
+    assert row["prompt_ids"] == [0, 1, 2, 3]
+    assert row["token_ids"] == [3, 4, 5, 6, 7, 8]
+    assert row["logprobs"] == [-1.0] * TOKENS
+    assert row["versions"] == [0, 0, 0, 0, 0, 1]
+    assert row["loss_mask"] == [True] * TOKENS
+    assert (row["reward"], row["reward_parts"]) == (1.0, [("format", 0.5)])
+    assert (row["finish_reason"], row["temperature"]) == ("stop", 1.0)
+    assert (row["staleness"], row["group_staleness"]) == (STALENESS[1], STALENESS[1])
+    told = capsys.readouterr().out
+    assert told.startswith(f"26 rollouts of 13 prompts in {known / 'out.parquet'} (")
+    assert "1 (no text: no group was finished)" in told
+    assert "1 (text deleted: older than the oldest checkpoint)" in told
+
+
+def test_text_is_that_of_the_models_tokenizer_and_empty_without_it(known: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_of(known))
+    first = exported(known).slice(0, 1).to_pylist()[0]
+    assert first["prompt"] == tokenizer.decode(first["prompt_ids"])
+    assert first["response"] == tokenizer.decode(first["token_ids"])
+    config = known / "config.yaml"
+    config.write_text(config.read_text().replace("model", "no/model"))
+    assert exported(known).column("response").null_count == 26
+
+
+def model_of(run: Path) -> str:
+    return str(export.setting(export.read_config(run), "model.path"))
+
+
+def test_a_step_or_a_fate_alone_is_exported(known: Path) -> None:
+    assert set(exported(known, step=2).column("position").to_pylist()) == {4, 5}
+    filtered = exported(known, fate="filtered")
+    assert set(filtered.column("position").to_pylist()) == {12}
+    assert filtered.column("staleness").null_count == 2
+
+
+def test_row_groups_are_written_one_by_one_and_the_file_appears_whole(
+    known: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = exported(known)
+    monkeypatch.setattr(export, "ROW_GROUP_BYTES", 400)
+    monkeypatch.setattr(export, "_LOOK_ROWS", 3)
+    assert exported(known).equals(whole)
+    assert parquet.ParquetFile(known / "out.parquet").num_row_groups > 3
+    (known / "segments" / "000001").write_bytes(b"")
+    with pytest.raises(ValueError, match="nothing to export.*segments/000001 is not there"):
+        exported(known)
+    assert parquet.read_table(known / "out.parquet").equals(whole)
+    assert [name for name in os.listdir(known) if name.startswith(".out")] == []
+
+
+def test_a_run_that_goes_on_is_exported_as_far_as_it_is(known: Path) -> None:
+    journal = Journal(known)
+    before = exported(known).num_rows
+    journal.write(Change(meta={"committed": "7"})).result(timeout=5)
+    assert exported(known).num_rows == before
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--step", "99"], "nothing to export"),
+        (["no/directory/out.parquet"], "cannot be written"),
+    ],
+)
+def test_mistakes_are_one_message_and_code_2(known: Path, arguments: list[str], told: str) -> None:
+    command = [sys.executable, "-m", "asyncrl.launch", "export", str(known), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_of_which_nothing_is_kept_says_so(tmp_path: Path) -> None:
+    (tmp_path / "run_id").write_text("run-1")
+    note_nothing_kept(tmp_path)
+    with pytest.raises(ValueError, match=r"nothing is kept .* \(buffer.durability is none\)"):
+        export_run(str(tmp_path), out=None, step=None, fate=None)
