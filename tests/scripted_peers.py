@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.handshake import member_settings
 from asyncrl.messages import (
     Batch,
     Commit,
@@ -107,6 +108,13 @@ class Peer:
         hello = Hello(role=role, member=name, run_id=run_id, host="test", pid=os.getpid())
         self.name = name
         self.client = Client(address, hello=hello)
+
+    def fits(self, config: Config) -> Self:
+        """Joins, from now on, as a member of a run with this configuration."""
+        hello = self.client.hello
+        settings = member_settings(config, hello.role)
+        self.client.hello = hello.model_copy(update={"settings": settings})
+        return self
 
     async def ask(self, message: Message, *frames: bytes) -> Any:
         return (await self.packet(message, *frames)).message
