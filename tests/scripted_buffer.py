@@ -59,6 +59,9 @@ class ScriptedBuffer:
         self.stop_at: int | None = None
         """The commit of this version is answered by: the run is being stopped."""
         self.is_stopping = False
+        self.asks_at: set[int] = set()
+        """The commits of these versions ask for a checkpoint, and each Waiting at them for what
+        the next step is waiting for."""
         self.fence_at: int | None = None
         self.refuse_register = ""
         self.heard: list[str] = []
@@ -124,7 +127,8 @@ class ScriptedBuffer:
                 self.committed = max(self.committed, message.version)
                 self.is_stopping = self.is_stopping or message.version == self.stop_at
                 self._hear(f"commit {message.version}")
-                committed = Committed(stop=self.is_stopping)
+                asks = message.version in self.asks_at
+                committed = Committed(stop=self.is_stopping, checkpoint=asks)
                 self.on_commit()
                 return committed
             case Heartbeat():
@@ -144,10 +148,11 @@ class ScriptedBuffer:
         if step >= self.num_steps:
             return End(reason="all steps are trained", failed=self.failed, records=[])
         self.waiting[step] = self.waiting.get(step, 0) - 1
-        if self.waiting[step] >= 0 or self.waiting_for.get(step, "") not in ["", *self.heard]:
+        if self.waiting[step] >= 0 or not self._may_have(step):
             self.on_waiting(step)
             await asyncio.sleep(0.02)
-            return Waiting(step=step, reason="1 group is missing", records=[])
+            asks = self.committed == step and step in self.asks_at and not self._may_have(step)
+            return Waiting(step=step, reason="1 group is missing", checkpoint=asks, records=[])
         record = Record(name="eval", step=step, values={"accuracy": 0.5})
         batch = Batch(
             step=step,
@@ -158,3 +163,6 @@ class ScriptedBuffer:
         self.num_fetched[step] += 1
         groups = make_groups(2, start=10 * (self.first_batch + step))
         return batch, tuple(encode_group(group) for group in groups)
+
+    def _may_have(self, step: int) -> bool:
+        return self.waiting_for.get(step, "") in ["", *self.heard]

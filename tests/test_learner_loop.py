@@ -276,6 +276,40 @@ def test_a_version_passed_over_is_published_while_there_is_nothing_to_train(
     assert [said for said in idle.heard if said.startswith("published")] == ["published 1.1"]
 
 
+def test_a_checkpoint_asked_for_at_a_commit_is_written_once_and_told(
+    make_learner: Callable[..., Learner], tmp_path: Path
+) -> None:
+    with ScriptedBuffer(num_steps=4) as buffer:
+        buffer.asks_at = {2, 4}
+        assert make_learner(buffer, checkpoint={"every": 2, "keep_last": 3}).run() == 0
+    assert buffer.said("checkpointed") == ["checkpointed [2]", "checkpointed [2, 4]"]
+    with ScriptedBuffer(num_steps=3) as rare:
+        rare.asks_at = {1}
+        assert make_learner(rare, name="rare", checkpoint={"every": 0}).run() == 0
+    assert rare.said("checkpointed") == ["checkpointed [1]", "checkpointed [1, 3]"]
+
+
+def test_a_learner_that_waits_for_room_in_the_journal_writes_a_checkpoint_then_drops_older_ones(
+    make_learner: Callable[..., Learner], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ScriptedBuffer(num_steps=3) as buffer:
+        buffer.waiting_for[2] = "checkpointed [2]"  # there is no batch before there is room
+        buffer.on_waiting = lambda step: buffer.asks_at.add(2)
+        assert make_learner(buffer, checkpoint={"every": 1, "keep_last": 2}).run() == 0
+    assert buffer.said("checkpointed") == [
+        "checkpointed [1]",
+        "checkpointed [1, 2]",
+        "checkpointed [2]",
+        "checkpointed [2, 3]",
+    ]
+    assert "checkpoints before version 2 are deleted" in caplog.text
+    with ScriptedBuffer(num_steps=2) as idle:
+        idle.waiting_for[1] = "checkpointed [1]"
+        idle.on_waiting = lambda step: idle.asks_at.add(1)
+        assert make_learner(idle, name="idle", checkpoint={"every": 0}).run() == 0
+    assert idle.said("checkpointed") == ["checkpointed [1]", "checkpointed [1, 2]"]
+
+
 def test_a_fenced_learner_stops(make_learner: Callable[..., Learner]) -> None:
     with ScriptedBuffer(num_steps=3) as buffer:
         buffer.fence_at = 2

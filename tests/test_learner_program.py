@@ -210,6 +210,21 @@ def test_a_signal_to_the_launcher_of_ranks_ends_them_with_a_farewell_and_no_weig
 
 
 @pytest.mark.slow
+def test_all_ranks_write_the_checkpoint_that_the_buffer_asks_for(
+    start: Start, tmp_path: Path
+) -> None:
+    launcher = ("-m", "asyncrl.launch.ranks", "--standalone", "--nproc-per-node=2")
+    with ScriptedBuffer(num_steps=4) as buffer:
+        buffer.asks_at, buffer.waiting_for[3] = {1}, "checkpointed [1, 3]"
+        buffer.on_waiting = lambda step: buffer.asks_at.add(step)
+        ranks = start(buffer.address, program=launcher, checkpoint={"every": 0})
+        _, errors = ranks.communicate(timeout=90)
+        assert ranks.returncode == 0, errors
+    told = ["checkpointed [1]", "checkpointed [1, 3]", "checkpointed [3, 4]"]
+    assert buffer.said("checkpointed") == told
+
+
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_all_ranks_with_its_traceback(start: Start) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node=2", "--no-python"]
