@@ -151,6 +151,14 @@ class JournalRoom:
             "buffer.max_journal_gb and go on with checkpoint.resume=auto"
         )
 
+    def full_text(self) -> str:
+        """What there is no room for, and what will make some."""
+        return (
+            f"the journal has no room for another group of up to {_gb(self._group_bytes)}: "
+            f"{_gb(self.used_bytes)} of {_gb(self.cap_bytes)} (buffer.max_journal_gb) are in use; "
+            "the learner's next checkpoint makes some"
+        )
+
     def values(self) -> dict[str, str | int]:
         """For status."""
         return {

@@ -36,6 +36,7 @@ def _progress(run: Run) -> dict[str, Any]:
         "evals": [{"step": r.step, **r.values} for r in books.evaluations.results],
         "forks": training.num_forks,
         "engine": run.members.engine(),
+        "journal": books.room.values(),
     }
 
 

@@ -15,6 +15,7 @@ class Waits:
     def __init__(self, books: Books, leases: LeaseClocks, members: Members, *, now: float) -> None:
         self._ledger = books.ledger
         self._training = books.training
+        self._room = books.room
         self._evaluations = books.evaluations
         self._leases = leases
         self._members = members
@@ -141,6 +142,8 @@ class Waits:
 
     def _idle_text(self, now: float) -> str:
         """Why a group that may be leased is not: who could have it."""
+        if not self._room.may_lease():
+            return self._room.full_text()
         needed = self._ledger.next_min_version()
         alive = self._members.alive()
         if not alive:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.config.fields import nearest
+from asyncrl.journal_claim import refuse_lost_books
 from asyncrl.launch.checks import with_model
 from asyncrl.launch.version_zero import check_checkpoint, make_start_model, read_origin
 from asyncrl.run_dir import RunDir
@@ -140,6 +141,7 @@ def _check_contents(config: Config, run_dir: RunDir, *, is_new: bool) -> None:
         raise ValueError(
             f"{where}, and it is no run's: there is no file run_id in it. Choose another run_name"
         )
+    refuse_lost_books(run_dir.path)
 
 
 @contextmanager

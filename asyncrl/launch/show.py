@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from asyncrl.journal_claim import NOTHING_KEPT, is_nothing_kept
 from asyncrl.journal_tables import GroupRow
 from asyncrl.launch.output import plain_console
 from asyncrl.report.reading import RunRecords, find_run, read_run
@@ -57,6 +58,8 @@ def show_rollouts(name: str, *, wanted: Filter, limit: int, as_json: bool) -> in
 
 def select(run: RunRecords, wanted: Filter) -> list[GroupRow]:
     """Groups in order of admission. Raises ValueError, saying what there is, when there is none."""
+    if is_nothing_kept(run.path):
+        raise ValueError(f"{run.path}: {NOTHING_KEPT}")
     if not run.groups:
         raise ValueError(f"{run.path}: the journal holds no prompt yet")
     if not wanted.options:

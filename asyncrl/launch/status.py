@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from asyncrl.address import Address
+from asyncrl.journal_claim import NOTHING_KEPT, is_nothing_kept
 from asyncrl.launch.status_screen import screen
 from asyncrl.messages import Hello, StatusRequest
 from asyncrl.report.reading import find_run, read_run
@@ -99,6 +100,8 @@ def _print(values: Values, *, as_json: bool, is_watched: bool) -> None:
 def journal_says(path: Path) -> str:
     """How far a run got and whether it has ended, from the files that it left."""
     run = read_run(path)
+    if is_nothing_kept(path):
+        return f"Of this run {NOTHING_KEPT}."
     if not run.groups:
         return "Its journal holds nothing yet; what its programs said is in logs/."
     times = [beat.at for beat in run.beats] + [group.finished_at or 0.0 for group in run.groups]

@@ -56,6 +56,8 @@ def head_lines(values: Values) -> list[tuple[str, str]]:
         ),
         ("prompts", prompts_text(values)),
     ]
+    if "journal" in values:
+        lines.append(("journal", journal_text(values)))
     return [("run", str(values["run"])), *lines] if values.get("run") else lines
 
 
@@ -98,6 +100,15 @@ def prompts_text(values: Values) -> str:
     counts = in_order(values["counts"])
     parts = " + ".join(f"{count} {state}" for state, count in counts.items())
     return f"{values['admitted']} issued" + (f" = {parts}" if parts else "")
+
+
+def journal_text(values: Values) -> str:
+    """How full it is, or that nothing is kept."""
+    journal = values["journal"]
+    size = f"{journal['num_bytes'] / 1e9:.3g} of {journal['cap_bytes'] / 1e9:.3g} GB"
+    if journal["durability"] == "none":
+        return f"nothing is kept when the buffer ends; {size} of finished groups in memory"
+    return f"{size} of finished groups"
 
 
 def tokens_per_s(values: Values, role: str) -> float:
