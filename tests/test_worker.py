@@ -469,6 +469,7 @@ def test_a_prompt_over_the_limit_is_dropped_or_ends_the_run(
             if ends:
                 await asyncio.wait_for(running.task, 10)
             await running.buffer.until(lambda: bool(running.buffer.failed))
+            assert running.worker.look().num_running == 0
             return running.buffer
 
     if ends:
