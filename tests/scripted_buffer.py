@@ -65,6 +65,8 @@ class ScriptedBuffer:
         self.fence_at: int | None = None
         self.refuse_register = ""
         self.heard: list[str] = []
+        self.digests: dict[int, str] = {}
+        """Of the versions that were published."""
         self.beats: list[Heartbeat] = []
         self.address = ""
         self._loop = asyncio.new_event_loop()
@@ -137,6 +139,7 @@ class ScriptedBuffer:
             case Leave():
                 self._hear(f"leave: {message.reason}")
             case Published():
+                self.digests[message.version] = message.digest
                 self._hear(f"published {message.inc}.{message.version}")
             case Checkpointed():
                 self._hear(f"checkpointed {message.versions}")
