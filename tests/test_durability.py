@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
 import time
@@ -9,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_peers import make_config, rows
+from scripted_peers import Generator, make_config, rows
 from serving_buffer import play, run_to_end, serving_run
+from test_buffer_process import address_of, begin, buffer_process
 from test_journal import payload_of, row
 
 from asyncrl.config import Config
 from asyncrl.journal import Journal, fates
 from asyncrl.journal_tables import Change
+from asyncrl.launch.status import journal_says
 from asyncrl.memory_journal import MemoryJournal
 from asyncrl.messages import Checkpointed
 from buffer.room import open_journal
@@ -88,6 +91,28 @@ def test_a_run_whose_books_have_ended_with_its_buffer_is_not_begun_again(tmp_pat
             refusal.value
         )
         assert f"checkpoint.resume={tmp_path}/checkpoints/version-00000002" in str(refusal.value)
+
+
+@pytest.mark.e2e
+def test_a_killed_buffer_that_kept_nothing_ends_with_code_2_and_what_to_do(tmp_path: Path) -> None:
+    config = begin(tmp_path, make_config(buffer__durability="none"))
+
+    async def hand_out(address: str) -> None:
+        generator = Generator(address, "generator-0").fits(config)
+        assert len(await generator.lease(4)) == 4
+        journal = (await generator.status())["journal"]
+        assert (journal["durability"], journal["num_bytes"]) == ("none", 0)
+        await generator.close()
+
+    with buffer_process(tmp_path) as process:
+        asyncio.run(asyncio.wait_for(hand_out(address_of(tmp_path, process)), 30))
+        assert "nothing is kept of what became of its prompts" in journal_says(tmp_path)
+    with buffer_process(tmp_path) as process:
+        _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert "error: the run in" in stderr
+    assert "there is no checkpoint in it to begin from, so start from the model" in stderr
+    assert "Traceback" not in stderr
 
 
 def test_a_run_with_a_journal_is_not_gone_on_with_without_one(tmp_path: Path) -> None:

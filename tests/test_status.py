@@ -79,6 +79,16 @@ def test_the_head_of_the_screen_adds_up() -> None:
     )
 
 
+def test_the_head_says_how_full_the_journal_is_or_that_nothing_is_kept() -> None:
+    journal = {"durability": "process", "num_bytes": 1_200_000_000, "cap_bytes": 100_000_000_000}
+    lines = dict(head_lines(VALUES | {"journal": journal}))
+    assert lines["journal"] == "1.2 of 100 GB of finished groups"
+    lines = dict(head_lines(VALUES | {"journal": journal | {"durability": "none"}}))
+    assert lines["journal"] == (
+        "nothing is kept when the buffer ends; 1.2 of 100 GB of finished groups in memory"
+    )
+
+
 def test_a_member_is_told_in_one_row() -> None:
     learner, working, dead = (
         list(member_cells(member, VALUES).values()) for member in VALUES["members"]
