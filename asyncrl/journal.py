@@ -34,9 +34,12 @@ from asyncrl.journal_claim import NOTHING_KEPT, is_nothing_kept, refuse_lost_boo
 from asyncrl.journal_database import JournalDatabase
 from asyncrl.journal_tables import Change, PayloadRef
 from asyncrl.segments import Segments
+from asyncrl.wire import Frame
 
 SEGMENT_BYTES = 64 << 20
 """A segment is closed when it would grow over this."""
+RECENT_BYTES = 256 << 20
+"""Payloads that are kept in memory, too, until they are read for the first time."""
 MAX_BEATS = 100_000
 """Heartbeats that are kept, about 30 MB. Above it a quarter of them goes, where they lie closest.
 The first and the last of a process stay, and the sums in all count from its start as before."""
@@ -45,7 +48,7 @@ The first and the last of a process stay, and the sums in all count from its sta
 @dataclass(frozen=True, slots=True)
 class _Payload:
     ref: PayloadRef
-    data: bytes
+    data: Frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,27 @@ class _Retain:
     from_step: int
     settled: frozenset[str]
     done: Future[None]
+
+
+class _Recent:
+    """The last payloads that came and were not read yet, up to RECENT_BYTES: most are asked for
+    soon, and then need not come from the disk."""
+
+    def __init__(self) -> None:
+        self._payloads: dict[PayloadRef, Frame] = {}
+        self._num_bytes = 0
+
+    def add(self, ref: PayloadRef, payload: Frame) -> None:
+        self._payloads[ref] = payload
+        self._num_bytes += ref.length
+        while self._num_bytes > RECENT_BYTES:
+            self.take(next(iter(self._payloads)))
+
+    def take(self, ref: PayloadRef) -> Frame | None:
+        payload = self._payloads.pop(ref, None)
+        if payload is not None:
+            self._num_bytes -= ref.length
+        return payload
 
 
 class Journal:
@@ -84,6 +108,7 @@ class Journal:
         if self._is_synced:
             sync(directory)
         self.stored = self._database.load()
+        self._recent = _Recent()
         self._queue: queue.SimpleQueue[_Payload | _Write | _Retain | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._writer = threading.Thread(target=self._write_for_ever, name="journal", daemon=True)
@@ -94,10 +119,11 @@ class Journal:
         """Of all payloads that are stored or queued."""
         return self._segments.num_bytes
 
-    def append(self, payload: bytes) -> PayloadRef:
+    def append(self, payload: Frame) -> PayloadRef:
         """Queues a payload. It is on disk before any change that is written after this call."""
         ref = self._segments.place(len(payload))
         self._queue.put(_Payload(ref, payload))
+        self._recent.add(ref, payload)
         return ref
 
     def write(self, change: Change) -> Future[None]:
@@ -115,9 +141,10 @@ class Journal:
         self._queue.put(_Retain(from_step, frozenset(settled), done))
         return done
 
-    def read(self, ref: PayloadRef) -> bytes:
+    def read(self, ref: PayloadRef) -> Frame:
         """The payload at `ref`, whose write has completed. May be called from any thread."""
-        return self._segments.read(ref)
+        payload = self._recent.take(ref)
+        return self._segments.read(ref) if payload is None else payload
 
     def close(self) -> None:
         """Writes what is queued and lets go of the files."""
@@ -157,9 +184,8 @@ class Journal:
                 done.set_exception(self._error)
 
     def _append(self, payloads: list[_Payload]) -> None:
-        for payload in payloads:
-            self._segments.write(payload.ref, payload.data)
         if payloads:
+            self._segments.write([(payload.ref, payload.data) for payload in payloads])
             self._segments.sync()
 
     def _delete_segments(self, retain: _Retain) -> None:

@@ -17,6 +17,8 @@ from asyncrl.journal_tables import (
     WeightsRow,
 )
 
+ROWS_AT_ONCE = 256
+"""Rows of one statement."""
 WAL_BYTES = 16 << 20
 """What SQLite's write-ahead log (journal.sqlite-wal) shrinks to once no reader holds it longer."""
 _THIN_OUT = """
@@ -111,10 +113,19 @@ class JournalDatabase:
             ("meta", tuple(change.meta.items())),
         )
         for table, rows in tables:
-            if rows:
-                marks = ", ".join("?" * len(rows[0]))
-                self._sql.executemany(f"INSERT OR REPLACE INTO {table} VALUES({marks})", rows)
-        self._num_beats += len(change.beats)
+            for start in range(0, len(rows), ROWS_AT_ONCE):
+                self._insert(table, rows[start : start + ROWS_AT_ONCE])
+        self._thin_out(len(change.beats))
+
+    def _insert(self, table: str, rows: tuple[tuple[object, ...], ...]) -> None:
+        """In one statement: each gives the interpreter away, and waits to have it back."""
+        marks = f"({', '.join('?' * len(rows[0]))})"
+        values = ", ".join([marks] * len(rows))
+        flat = [value for row in rows for value in row]
+        self._sql.execute(f"INSERT OR REPLACE INTO {table} VALUES {values}", flat)
+
+    def _thin_out(self, num_new: int) -> None:
+        self._num_beats += num_new
         if self._num_beats > self._max_beats:
             thinned = self._sql.execute(_THIN_OUT, (self._num_beats // 4,))
             self._num_beats -= thinned.rowcount

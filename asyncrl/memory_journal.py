@@ -9,6 +9,7 @@ from pathlib import Path
 
 from asyncrl.journal_claim import note_nothing_kept, refuse_lost_books, take_lock
 from asyncrl.journal_tables import Change, GroupRow, PayloadRef, Stored
+from asyncrl.wire import Frame
 
 
 class MemoryJournal:
@@ -26,7 +27,7 @@ class MemoryJournal:
         self._directory = directory
         self._lock = take_lock(directory)
         self.stored = Stored((), (), (), (), {})
-        self._payloads: dict[PayloadRef, bytes] = {}
+        self._payloads: dict[PayloadRef, Frame] = {}
         self._rows: dict[int, GroupRow] = {}
         """By number, of the groups that have a payload."""
         self._num_placed = 0
@@ -34,7 +35,7 @@ class MemoryJournal:
         self.num_bytes = 0
         """Of all payloads that are held."""
 
-    def append(self, payload: bytes) -> PayloadRef:
+    def append(self, payload: Frame) -> PayloadRef:
         """Keeps a payload, until `retain` lets go of its group or a change takes it off it."""
         ref = PayloadRef(0, self._num_placed, len(payload))
         self._num_placed += 1
@@ -65,7 +66,7 @@ class MemoryJournal:
                 self._free(self._rows.pop(row.number))
         return _done()
 
-    def read(self, ref: PayloadRef) -> bytes:
+    def read(self, ref: PayloadRef) -> Frame:
         """The payload at `ref`."""
         return self._payloads[ref]
 

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import IO
 
 from asyncrl.disk import sync
 from asyncrl.journal_tables import PayloadRef
+from asyncrl.wire import Frame, view
 
 log = logging.getLogger(__name__)
+
+MAX_AT_ONCE = 1024
+"""Buffers that one call of writev takes (IOV_MAX)."""
 
 
 class Segments:
@@ -55,15 +61,24 @@ class Segments:
             raise RuntimeError(f"payload {ref} is not whole: the journal is damaged")
         return data
 
-    def write(self, ref: PayloadRef, payload: bytes) -> None:
-        """Appends the payload for which `ref` is the place."""
-        if self._file is None or self._writing != ref.segment:
-            self.sync()
-            self._begin(ref.segment)
+    def write(self, payloads: Sequence[tuple[PayloadRef, Frame]]) -> None:
+        """Appends payloads, each with its place, in the order of their places."""
+        for segment, found in groupby(payloads, key=lambda each: each[0].segment):
+            if self._file is None or self._writing != segment:
+                self.sync()
+                self._begin(segment)
+            self._append([view(payload) for _, payload in found])
+
+    def _append(self, rest: list[memoryview]) -> None:
+        """In as few calls as can be: each gives the interpreter away, and waits to have it back."""
         assert self._file is not None
-        rest = memoryview(payload)
+        rest = [data for data in rest if data.nbytes]
         while rest:
-            rest = rest[self._file.write(rest) :]
+            written = os.writev(self._file.fileno(), rest[:MAX_AT_ONCE])
+            while rest and written >= rest[0].nbytes:
+                written -= rest.pop(0).nbytes
+            if written:
+                rest[0] = rest[0][written:]
 
     def sync(self) -> None:
         """What has been written survives loss of power, if `is_synced`."""

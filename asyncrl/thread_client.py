@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from asyncrl.messages import Hello, Message, Welcome
 from asyncrl.transport import Client, Unreachable
-from asyncrl.wire import Packet
+from asyncrl.wire import Frame, Packet
 
 T = TypeVar("T")
 CLOSE_S = 2.0
@@ -46,12 +46,12 @@ class ThreadClient:
         return self._run(self._client.connect(deadline_s=deadline_s)).result()
 
     def call(
-        self, message: Message, *, frames: tuple[bytes, ...] = (), deadline_s: float
+        self, message: Message, *, frames: tuple[Frame, ...] = (), deadline_s: float
     ) -> Packet:
         return self.call_soon(message, frames=frames, deadline_s=deadline_s).result()
 
     def call_soon(
-        self, message: Message, *, frames: tuple[bytes, ...] = (), deadline_s: float
+        self, message: Message, *, frames: tuple[Frame, ...] = (), deadline_s: float
     ) -> Future[Packet]:
         """As `call`, but returns a future at once (prefetch)."""
         return self._run(self._client.call(message, frames=frames, deadline_s=deadline_s))

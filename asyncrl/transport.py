@@ -20,7 +20,15 @@ import zmq.asyncio
 from asyncrl.handshake import mismatches, refusal
 from asyncrl.log_limits import Seldom, cut
 from asyncrl.messages import PROTOCOL, Hello, Message, Refused, Welcome
-from asyncrl.wire import MAX_FRAME_BYTES, OtherProtocol, Packet, WireError, decode, encode
+from asyncrl.wire import (
+    MAX_FRAME_BYTES,
+    Frame,
+    OtherProtocol,
+    Packet,
+    WireError,
+    decode,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +41,12 @@ PING_S = 5.0
 never say so."""
 STANDSTILL_S = 1.0
 """A wait that takes this much too long says that this process stood still."""
+READ_AT_ONCE = 64
+"""Messages that the server reads before it goes on with those it has."""
+MAX_UNREAD = 64
+"""Messages of one peer that wait in the server's socket; more wait in the network and there."""
+MAX_HELD_BYTES = 1 << 30
+"""The server reads no further while requests that it has not answered hold more than this."""
 
 
 class Unreachable(ConnectionError):
@@ -109,7 +123,7 @@ class Client:
         return await self._greet(_Deadline(deadline_s))
 
     async def call(
-        self, message: Message, *, frames: tuple[bytes, ...] = (), deadline_s: float
+        self, message: Message, *, frames: tuple[Frame, ...] = (), deadline_s: float
     ) -> Packet:
         """Sends one request and waits for its reply.
 
@@ -153,7 +167,7 @@ class Client:
         return welcome
 
     async def _exchange(
-        self, message: Message, frames: tuple[bytes, ...], deadline: _Deadline
+        self, message: Message, frames: tuple[Frame, ...], deadline: _Deadline
     ) -> Packet:
         id = next(self._ids)
         reply: asyncio.Future[Packet] = asyncio.get_running_loop().create_future()
@@ -174,7 +188,7 @@ class Client:
             f"{deadline.seconds:g} s: is it running, and is network.buffer its address?"
         )
 
-    async def _send(self, parts: list[bytes]) -> None:
+    async def _send(self, parts: list[Frame]) -> None:
         if int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
             await self._socket.send_multipart(parts)
 
@@ -197,12 +211,15 @@ class Client:
                 reply.set_result(packet)
 
 
-Reply = Message | tuple[Message, tuple[bytes, ...]] | None
+Reply = Message | tuple[Message, tuple[Frame, ...]] | None
 Handler = Callable[[bytes, Packet], Awaitable[Reply]]
 
 
 class Server:
-    """The ROUTER side: every request becomes a task, so one that waits holds up no other."""
+    """The ROUTER side: every request becomes a task, so one that waits holds up no other.
+
+    Frames are neither copied when they come nor when they are sent on.
+    """
 
     def __init__(self, address: str, handler: Handler) -> None:
         """`handler(peer, packet)` returns the reply, or None for a message without one.
@@ -210,12 +227,18 @@ class Server:
         Raises ValueError, naming the address, when it cannot be bound.
         """
         self._handler = handler
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
+        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._asked: set[tuple[bytes, int]] = set()
+        """Peer and number of each request that is being answered."""
+        self._held_bytes = 0
+        """Of the frames that came with them."""
+        self._is_reading_soon = False
         self._refused, self._unanswered = Seldom(log), Seldom(log)
         self.num_refused = 0
         """Messages that were not of this protocol, since the server began."""
@@ -232,19 +255,14 @@ class Server:
 
     async def serve(self) -> None:
         """Reads for ever; cancel it to stop."""
-        while True:
-            peer, *parts = await self._socket.recv_multipart()
-            try:
-                packet = decode(parts)
-            except WireError as error:
-                self.num_refused += 1
-                self._refused.warning(f"a message from {_name(peer)} was refused: {error}")
-                if isinstance(error, OtherProtocol):
-                    await self._socket.send_multipart([peer, *_refusal(error)])
-                continue
-            task = asyncio.create_task(self._answer(peer, packet))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        loop, fd = asyncio.get_running_loop(), int(self._socket.get(zmq.FD))
+        self._broken: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(fd, self._read)
+        self._read_soon()
+        try:
+            await self._broken
+        finally:
+            loop.remove_reader(fd)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -252,6 +270,57 @@ class Server:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
         self._context.term()
+
+    def _read(self) -> None:
+        """Reads what has come, then lets others have their turn. ZeroMQ's file says only once that
+        something has: it must be read to its end, and looked at again after each sending."""
+        self._is_reading_soon = False
+        if self._broken.done():
+            return
+        try:
+            for _ in range(READ_AT_ONCE):
+                if self._held_bytes > MAX_HELD_BYTES:
+                    return
+                self._received(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        except zmq.Again:
+            return
+        except Exception as error:
+            self._broken.set_exception(error)
+        self._read_soon()
+
+    def _read_soon(self) -> None:
+        if not self._is_reading_soon:
+            self._is_reading_soon = True
+            asyncio.get_running_loop().call_soon(self._read)
+
+    def _received(self, parts: list[zmq.Frame]) -> None:
+        peer, header, *frames = parts
+        try:
+            packet = decode([header.bytes, *frames])
+        except WireError as error:
+            self.num_refused += 1
+            self._refused.warning(f"a message from {_name(peer.bytes)} was refused: {error}")
+            if isinstance(error, OtherProtocol):
+                self._send(peer.bytes, _refusal(error))
+            return
+        asked = peer.bytes, packet.id
+        if asked in self._asked:  # sent again: it will have its reply
+            return
+        if packet.id:
+            self._asked.add(asked)
+        num_bytes = sum(len(frame) for frame in frames)
+        self._held_bytes += num_bytes
+        task = asyncio.create_task(self._answer(peer.bytes, packet))
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._answered(task, asked, num_bytes))
+
+    def _answered(self, task: asyncio.Task[None], asked: tuple[bytes, int], num_bytes: int) -> None:
+        self._tasks.discard(task)
+        self._asked.discard(asked)
+        was_full = self._held_bytes > MAX_HELD_BYTES
+        self._held_bytes -= num_bytes
+        if was_full:
+            self._read_soon()
 
     async def _answer(self, peer: bytes, packet: Packet) -> None:
         try:
@@ -269,7 +338,12 @@ class Server:
             what = f"a {packet.message.type} from {_name(peer)}"
             self._unanswered.warning(f"{what} cannot be answered: {error}")
             parts = encode(Refused(code="invalid", reason=str(error)), id=packet.id)
-        await self._socket.send_multipart([peer, *parts])
+        self._send(peer, parts)
+
+    def _send(self, peer: bytes, parts: list[Frame]) -> None:
+        """Never waits: what a peer does not take is dropped, and asked for again."""
+        self._socket.send_multipart([peer, *parts], zmq.NOBLOCK, copy=False)
+        self._read_soon()
 
 
 def _name(peer: bytes) -> str:
@@ -277,7 +351,7 @@ def _name(peer: bytes) -> str:
     return cut(peer.hex(), 40)
 
 
-def _refusal(error: OtherProtocol) -> list[bytes]:
+def _refusal(error: OtherProtocol) -> list[Frame]:
     """For a peer that reads another protocol only."""
     reason = f"this program speaks protocol {error.protocol}, the buffer {PROTOCOL}"
     refused = Refused(code="protocol", reason=f"{reason}: use the same version of asyncrl")

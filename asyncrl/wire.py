@@ -9,15 +9,25 @@ after the other. The buffer stores and forwards such a frame as it came.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeGuard
 
 import msgpack
 import numpy as np
+import zmq
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from asyncrl.messages import PROTOCOL, AnyMessage, Count, Message, Pair
-from asyncrl.types import FinishReason, GroupId, Rollout, RolloutGroup
+from asyncrl.types import (
+    BoolArray,
+    FinishReason,
+    Float32Array,
+    GroupId,
+    Int32Array,
+    Rollout,
+    RolloutGroup,
+)
 
 MAX_HEADER_BYTES = 16 << 20
 """A header larger than this is refused. Leases carry data rows, so it is not tiny."""
@@ -34,6 +44,7 @@ _ARRAYS = (  # name, dtype on the wire, in the order in which they follow the he
     ("versions", "<i4"),
     ("loss_mask", "|b1"),
 )
+_TOKEN_BYTES = sum(np.dtype(dtype).itemsize for _, dtype in _ARRAYS)
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
 
@@ -50,13 +61,40 @@ class OtherProtocol(WireError):
         self.id = id
 
 
+Frame = bytes | zmq.Frame
+"""Opaque bytes behind a header; a zmq.Frame is one that came and was not copied."""
+
+
 @dataclass(frozen=True, slots=True)
 class Packet:
     """One decoded message with the number that pairs request and reply (0: not answered)."""
 
     id: int
     message: Any
-    frames: tuple[bytes, ...] = ()
+    frames: tuple[Frame, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupColumns:
+    """A group as it lies in its frame: the arrays of all rollouts, one after the other. N is the
+    sum of `lengths`; see types.RolloutGroup and types.Rollout for what the fields mean."""
+
+    id: GroupId
+    attempt: int
+    source: str
+    temperature: float
+    inc: int
+    lengths: list[int]
+    """Tokens of each rollout."""
+    finish_reasons: list[FinishReason]
+    rewards: list[float | None]
+    reward_parts: list[dict[str, float]]
+    prompt_ids: Int32Array
+    token_ids: Int32Array
+    """[N]; so are the three below."""
+    logprobs: Float32Array
+    versions: Int32Array
+    loss_mask: BoolArray
 
 
 class _GroupHeader(BaseModel):
@@ -77,8 +115,8 @@ class _GroupHeader(BaseModel):
 
 
 def encode(
-    message: Message, *, id: int = 0, frames: tuple[bytes, ...] = (), protocol: int = PROTOCOL
-) -> list[bytes]:
+    message: Message, *, id: int = 0, frames: tuple[Frame, ...] = (), protocol: int = PROTOCOL
+) -> list[Frame]:
     """The parts of one multipart message. Raises ValueError for a header over the limit."""
     header = msgpack.packb({"p": protocol, "id": id, "m": message.model_dump()})
     if len(header) > MAX_HEADER_BYTES:
@@ -89,11 +127,12 @@ def encode(
     return [header, *frames]
 
 
-def decode(parts: list[bytes]) -> Packet:
-    """The inverse of `encode`. Raises WireError, and nothing else, on bytes that do not fit."""
+def decode(parts: Sequence[Frame]) -> Packet:
+    """The inverse of `encode`; the header is bytes. Raises WireError, and nothing else, on bytes
+    that do not fit."""
     if not 1 <= len(parts) <= MAX_FRAMES:
         raise WireError(f"{len(parts)} frames in one message (1 to {MAX_FRAMES} are possible)")
-    header = _unpack(parts[0], MAX_HEADER_BYTES)
+    header = _unpack(view(parts[0]), MAX_HEADER_BYTES)
     if not isinstance(header, dict) or not _is_count(header.get("p")):
         found = header.get("p") if isinstance(header, dict) else type(header).__name__
         raise WireError(f"protocol {found!r}, expected {PROTOCOL}")
@@ -107,6 +146,11 @@ def decode(parts: list[bytes]) -> Packet:
     except (ValidationError, RecursionError) as error:
         raise WireError(f"not a message of this protocol: {str(error)[:500]}") from None
     return Packet(id, message, tuple(parts[1:]))
+
+
+def view(frame: Frame) -> memoryview:
+    """The bytes of a frame, not copied."""
+    return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
 
 
 def encode_group(group: RolloutGroup) -> bytes:
@@ -131,52 +175,68 @@ def encode_group(group: RolloutGroup) -> bytes:
     return b"".join([struct.pack("<I", len(header)), header, *arrays])
 
 
-def decode_group(frame: bytes) -> RolloutGroup:
-    """The inverse of `encode_group`; arrays are read-only views of `frame`.
+def decode_columns(frame: Frame) -> GroupColumns:
+    """What is in the frame of a group; arrays are read-only views of it.
 
     Raises WireError when the header, a length or a value does not fit.
     """
+    data = view(frame)
     try:
-        (header_length,) = struct.unpack_from("<I", frame)
-        header = _GroupHeader.model_validate(
-            _unpack(frame[4 : 4 + header_length], MAX_HEADER_BYTES)
-        )
+        (header_length,) = struct.unpack_from("<I", data)
+        header = _GroupHeader.model_validate(_unpack(data[4 : 4 + header_length], MAX_HEADER_BYTES))
     except (ValidationError, RecursionError, struct.error) as error:
         raise WireError(f"not a group: {str(error)[:500]}") from None
-    lengths, num_rollouts = header.lengths, len(header.lengths)
-    per_token = sum(np.dtype(dtype).itemsize for _, dtype in _ARRAYS)
-    expected = 4 + header_length + 4 * header.prompt + per_token * sum(lengths)
-    if len(frame) != expected:
-        raise WireError(f"a group of {expected} bytes came in a frame of {len(frame)}")
+    num_tokens, num_rollouts = sum(header.lengths), len(header.lengths)
+    expected = 4 + header_length + 4 * header.prompt + _TOKEN_BYTES * num_tokens
+    if len(data) != expected:
+        raise WireError(f"a group of {expected} bytes came in a frame of {len(data)}")
     columns: list[list[Any]] = [header.finish, header.rewards, header.parts]
     if any(len(column) != num_rollouts for column in columns):
         raise WireError(f"columns of {[len(c) for c in columns]} for {num_rollouts} rollouts")
 
-    body = memoryview(frame)[4 + header_length :]
-    offset, arrays = 4 * header.prompt, {}
-    for name, dtype in _ARRAYS:
-        size = np.dtype(dtype).itemsize * sum(lengths)
-        flat = np.frombuffer(body[offset : offset + size], dtype)
-        arrays[name] = np.split(flat, np.cumsum(lengths)[:-1]) if lengths else []
-        offset += size
-    return RolloutGroup(
+    offset, arrays = 4 + header_length, {}
+    for name, dtype in (("prompt_ids", "<i4"), *_ARRAYS):
+        count = header.prompt if name == "prompt_ids" else num_tokens
+        arrays[name] = np.frombuffer(data, dtype, count, offset)
+        arrays[name].flags.writeable = False
+        offset += arrays[name].nbytes
+    return GroupColumns(
         id=GroupId(*header.group),
         attempt=header.attempt,
         source=header.source,
-        prompt_ids=np.frombuffer(body[: 4 * header.prompt], "<i4"),
         temperature=header.temperature,
         inc=header.inc,
+        lengths=header.lengths,
+        finish_reasons=[_FINISH_REASONS[number] for number in header.finish],
+        rewards=header.rewards,
+        reward_parts=header.parts,
+        **arrays,
+    )
+
+
+def decode_group(frame: Frame) -> RolloutGroup:
+    """The inverse of `encode_group`; arrays are read-only views of `frame`. Raises as
+    `decode_columns`."""
+    columns = decode_columns(frame)
+    ends = np.cumsum(columns.lengths)
+    return RolloutGroup(
+        id=columns.id,
+        attempt=columns.attempt,
+        source=columns.source,
+        prompt_ids=columns.prompt_ids,
+        temperature=columns.temperature,
+        inc=columns.inc,
         rollouts=tuple(
             Rollout(
-                token_ids=arrays["token_ids"][i],
-                logprobs=arrays["logprobs"][i],
-                versions=arrays["versions"][i],
-                loss_mask=arrays["loss_mask"][i],
-                finish_reason=_FINISH_REASONS[header.finish[i]],
-                reward=header.rewards[i],
-                reward_parts=header.parts[i],
+                token_ids=columns.token_ids[end - length : end],
+                logprobs=columns.logprobs[end - length : end],
+                versions=columns.versions[end - length : end],
+                loss_mask=columns.loss_mask[end - length : end],
+                finish_reason=columns.finish_reasons[i],
+                reward=columns.rewards[i],
+                reward_parts=columns.reward_parts[i],
             )
-            for i in range(num_rollouts)
+            for i, (length, end) in enumerate(zip(columns.lengths, ends, strict=True))
         ),
     )
 
@@ -185,7 +245,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _unpack(data: bytes, limit: int) -> Any:
+def _unpack(data: memoryview, limit: int) -> Any:
     if len(data) > limit:
         raise WireError(f"a header of {len(data)} bytes is over the limit of {limit}")
     try:

@@ -15,8 +15,8 @@ from asyncrl.messages import (
     Submit,
     Verdict,
 )
-from asyncrl.types import GroupId, RolloutGroup, WeightId
-from asyncrl.wire import WireError, decode_group
+from asyncrl.types import GroupId, WeightId
+from asyncrl.wire import Frame, GroupColumns, WireError, decode_columns
 from buffer.arrivals import Arrival, fault, summarize
 from buffer.books import Books
 from buffer.leases import Late
@@ -79,7 +79,7 @@ class Generation:
         self,
         member: Member,
         message: Submit,
-        frames: Sequence[bytes],
+        frames: Sequence[Frame],
         *,
         newest: WeightId,
         now: float,
@@ -133,11 +133,11 @@ class Generation:
         needed = self._ledger.next_min_version()
         return self._evaluations.has_row(serving) or (needed is not None and needed <= serving)
 
-    def _decode(self, message: Submit, frames: Sequence[bytes], newest: WeightId) -> RolloutGroup:
+    def _decode(self, message: Submit, frames: Sequence[Frame], newest: WeightId) -> GroupColumns:
         """The group in the one frame. Raises WireError for one that must not be accepted."""
         if len(frames) != 1:
             raise WireError(f"{len(frames)} frames with one group")
-        group = decode_group(frames[0])
+        group = decode_columns(frames[0])
         config, is_eval = self._config, message.kind == "eval"
         problem = fault(
             group,
@@ -186,7 +186,7 @@ class Generation:
         )
 
     def _submit_train(
-        self, member: Member, message: Submit, arrival: Arrival, frame: bytes, now: float
+        self, member: Member, message: Submit, arrival: Arrival, frame: Frame, now: float
     ) -> Verdict:
         id, attempt = GroupId(*message.group), message.attempt
         judgement = self._ledger.judge(id, attempt, arrival.oldest_version)

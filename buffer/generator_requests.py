@@ -16,7 +16,7 @@ from asyncrl.messages import (
     WatchWeights,
     Weights,
 )
-from asyncrl.types import WeightId
+from asyncrl.types import GroupId, WeightId
 from asyncrl.wire import Packet
 from buffer.changes import Changes, Handler
 from buffer.members import Member
@@ -59,18 +59,24 @@ class GeneratorRequests:
                 member.leases = Leases(leases=leases, void=void)
             return member.leases
 
-        found = await self._changes.until(look)
+        found = await self._changes.until("lease", look)
         if found is not None and found.leases:
-            await self._changes.save()
+            self._changes.note()
         return found or Leases(leases=[])
 
     async def _started(self, member: Member, packet: Packet, message: Started) -> None:
         self._run.started(message, now=time.monotonic())
-        await self._changes.save()
+        self._changes.note()
 
     async def _submit(self, member: Member, packet: Packet, message: Submit) -> Message:
+        id = GroupId(*message.group)
+        was_holder = self._run.books.ledger.held(id, message.attempt, by=member.name) is not None
         verdict = self._run.submit(member, message, packet.frames, now=time.monotonic())
-        await self._changes.save()
+        # Its own lease turned into a finished group frees no place: nobody else need look for one.
+        if was_holder and verdict.verdict == "accepted":
+            await self._changes.save("batch")
+        else:
+            await self._changes.save()
         return verdict
 
     async def _failed(self, member: Member, packet: Packet, message: Failed) -> Message:
@@ -86,6 +92,6 @@ class GeneratorRequests:
                 return None
             return Weights(inc=newest.inc, version=newest.version, location=newest.location)
 
-        found = await self._changes.until(look)
+        found = await self._changes.until("weights", look)
         newest = self._run.books.training.newest
         return found or Weights(inc=newest.inc, version=newest.version, location=newest.location)

@@ -80,7 +80,7 @@ class LearnerRequests:
         found = look(time.monotonic())
         if found is None:
             self._note_waiting(fetch.step)
-            found = await self._changes.until(look)
+            found = await self._changes.until("batch", look)
         await self._changes.save()
         if isinstance(found, Refused):
             return found

@@ -21,7 +21,7 @@ from asyncrl.messages import (
     Welcome,
 )
 from asyncrl.wire import Packet
-from buffer.changes import Changes, Handler
+from buffer.changes import ALL, Changes, Handler
 from buffer.members import Member
 from buffer.run import Run
 
@@ -120,13 +120,16 @@ class MemberRequests:
         self._run.watch.heartbeat(member, beat, now=now)
         has_swapped = member.role == "generator" and member.serving != before
         if self._run.is_due(now=now) or has_swapped:
-            await self._changes.save()
-        done = self._run.end is not None
+            self._changes.note(*ALL)
+        known = self._changes.known
         if member.role == "generator":
-            member.heard_end = member.heard_end or done
-        newest = self._run.books.training.newest
-        void = self._run.generation.void(member, beat)
-        return Beat(inc=newest.inc, version=newest.version, void=void, done=done)
+            member.heard_end = member.heard_end or known.has_ended
+        return Beat(
+            inc=known.newest.inc,
+            version=known.newest.version,
+            void=self._run.generation.void(member, beat),
+            done=known.has_ended,
+        )
 
     async def _leave(self, member: Member, packet: Packet, leave: Leave) -> Message:
         self._run.watch.leave(member, leave, now=time.monotonic())

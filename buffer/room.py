@@ -12,6 +12,7 @@ from asyncrl.config import Config
 from asyncrl.journal import SEGMENT_BYTES, Journal
 from asyncrl.journal_tables import PayloadRef
 from asyncrl.memory_journal import MemoryJournal
+from asyncrl.wire import Frame
 from buffer.groups import FATES, OPEN
 from buffer.ledger import Ledger
 from buffer.training import Training
@@ -98,7 +99,7 @@ class JournalRoom:
             return True
         return self.used_bytes + self._group_bytes <= self.cap_bytes
 
-    def store(self, frame: bytes, *, is_filtered: bool) -> PayloadRef | None:
+    def store(self, frame: Frame, *, is_filtered: bool) -> PayloadRef | None:
         """Where the group lies, from the next save on; None for a filtered one without space."""
         if is_filtered and (self._is_low or isinstance(self._journal, MemoryJournal)):
             return None

@@ -21,6 +21,7 @@ from asyncrl.messages import (
     Verdict,
 )
 from asyncrl.types import Row, WeightId
+from asyncrl.wire import Frame
 from buffer.books import Books
 from buffer.ending import Ending
 from buffer.generation import Generation
@@ -75,7 +76,7 @@ class Run:
         self.generation.started(message, newest=self._newest(), now=now)
 
     def submit(
-        self, member: Member, message: Submit, frames: Sequence[bytes], *, now: float
+        self, member: Member, message: Submit, frames: Sequence[Frame], *, now: float
     ) -> Verdict:
         newest = self._newest()
         verdict = self.generation.submit(member, message, frames, newest=newest, now=now)

@@ -13,7 +13,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl import transport
-from asyncrl.messages import End, Hello, Message, Refused, Settings, Status, StatusRequest
+from asyncrl.messages import (
+    End,
+    Heartbeat,
+    Hello,
+    Message,
+    Refused,
+    Settings,
+    Status,
+    StatusRequest,
+)
 from asyncrl.wire import Packet
 from buffer.changes import Changes, Handler, wait_for
 from buffer.ending import Farewell
@@ -29,6 +38,9 @@ log = logging.getLogger(__name__)
 
 STOPPED = 130
 """Exit code of a drained run: 128 + SIGINT."""
+NEVER_WAIT = (Hello, Heartbeat, StatusRequest)
+"""What these are answered is on disk already, or need not be: signs of life go on while a disk
+stands still."""
 TICK_S = 0.5
 """Longest time between two looks at the clock."""
 
@@ -136,7 +148,8 @@ class BufferServer:
     async def _handle(self, peer: bytes, packet: Packet) -> transport.Reply:
         try:
             reply = await self._answer(peer, packet, now=time.monotonic())
-            await self._changes.saved()
+            if type(packet.message) not in NEVER_WAIT:
+                await self._changes.saved()
             return reply
         except Exception as error:  # a broken invariant or journal ends the buffer, not one request
             self._fatal = self._fatal or error
