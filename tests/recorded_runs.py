@@ -4,11 +4,14 @@ batches and digests then are written into a journal as a buffer would."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from learner_cases import make_config, make_groups, save_model
+from local_runs import REPOSITORY
 from scripted_buffer import ScriptedBuffer
 
 from asyncrl.clock import PhaseClock
@@ -25,6 +28,7 @@ from learner.loop import Learner
 from learner.ranks import start_ranks
 
 STEPS = 5
+STATE = ("model", "exp_avg", "exp_avg_sq")
 
 
 def make_recorded_run(directory: Path, *, untrained: int = 0, **sections: Any) -> Path:
@@ -88,3 +92,20 @@ def delete_batches(directory: Path, *, before: int) -> None:
     journal.append(b"the newest segment stays")
     journal.retain(from_step=before, settled=[]).result()
     journal.close()
+
+
+def same_state(one: Path, other: Path, version: int) -> bool:
+    """Whether two run directories have the same bytes in their checkpoints of this version."""
+    files = [Path("checkpoints") / f"version-{version:08d}" / f"{n}.safetensors" for n in STATE]
+    return all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
+
+
+def launch_replay(run: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`asyncrl-launch learner --replay RUN`, beside nothing else."""
+    command = [sys.executable, "-P", "-m", "asyncrl.launch", "learner", "--replay", str(run)]
+    return subprocess.Popen(
+        [*command, *arguments],
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

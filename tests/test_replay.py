@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from learner_cases import save_model
-from local_runs import REPOSITORY
-from recorded_runs import STEPS, delete_batches, make_recorded_run, recorded_config, write_journal
+from recorded_runs import (
+    STEPS,
+    delete_batches,
+    launch_replay,
+    make_recorded_run,
+    recorded_config,
+    same_state,
+    write_journal,
+)
 
 from asyncrl.clock import PhaseClock
 from asyncrl.config.load import load_recorded, load_resolved, save_resolved
@@ -24,8 +28,6 @@ from asyncrl.run_dir import RunDir
 from learner.__main__ import replay_sides
 from learner.loop import Learner
 from learner.ranks import start_ranks
-
-STATE = ("model", "exp_avg", "exp_avg_sq")
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +59,6 @@ def replay(recorded: Path, directory: Path, *overrides: str) -> Learner:
     learner.take_over()
     learner.run()
     return learner
-
-
-def same_state(one: Path, other: Path, version: int) -> bool:
-    """Whether two run directories have the same bytes in their checkpoints of this version."""
-    files = [Path("checkpoints") / f"version-{version:08d}" / f"{n}.safetensors" for n in STATE]
-    return all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
 
 
 def records(directory: Path, name: str) -> list[Any]:
@@ -218,18 +214,6 @@ def test_settings_of_a_recorded_run_are_its_own_until_something_is_laid_over_the
         load_recorded(file, ["learner.loss.clip_low=0.1"])
 
 
-def launch(run: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`asyncrl-launch learner --replay RUN`, beside nothing else."""
-    command = [sys.executable, "-P", "-m", "asyncrl.launch", "learner", "--replay", str(run)]
-    return subprocess.Popen(
-        [*command, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.e2e
 def test_the_command_begins_at_a_checkpoint_and_says_what_differs(
     recorded: Path, tmp_path: Path
@@ -237,7 +221,7 @@ def test_the_command_begins_at_a_checkpoint_and_says_what_differs(
     run = tmp_path / "run"
     shutil.copytree(recorded, run)
     delete_batches(run, before=2)
-    process = launch(run, f"output_dir={tmp_path}", "local.cpu_threads=1", "seed=7")
+    process = launch_replay(run, f"output_dir={tmp_path}", "local.cpu_threads=1", "seed=7")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert f"replays steps 2 to 4 of {run}, from {run}/checkpoints/version-00000002" in errors
