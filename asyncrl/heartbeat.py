@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -11,6 +12,9 @@ from asyncrl.thread_client import ThreadClient
 from asyncrl.transport import RefusedError, Unreachable
 
 log = logging.getLogger(__name__)
+
+LAST_S = 0.4
+"""How long the answer to the last heartbeat is waited for."""
 
 
 class HeartbeatThread:
@@ -47,7 +51,8 @@ class HeartbeatThread:
         self._wake.set()
 
     def close(self) -> None:
-        """No heartbeat is sent any more after this, also when the buffer does not answer."""
+        """A last heartbeat accounts for the time up to now; none is sent any more after this, also
+        when the buffer does not answer."""
         self._stopped = True
         self._wake.set()
         self._thread.join(timeout=0.5)
@@ -67,6 +72,8 @@ class HeartbeatThread:
                 self._heed(packet.message)
             self._wake.wait(self._interval_s)
             self._wake.clear()
+        with contextlib.suppress(Unreachable, RefusedError):
+            self._client.call(self.look(), deadline_s=LAST_S)
 
     def _heed(self, beat: Message) -> None:
         if not isinstance(beat, Beat):

@@ -104,12 +104,6 @@ def shares(lanes: Sequence[Lane], *, since_s: float, until_s: float) -> list[Sha
     return found
 
 
-def whole(lanes: Sequence[Lane]) -> tuple[float, float]:
-    """When the first of these processes began, and when the last sign of life of all was."""
-    ends = [span.end_s for lane in lanes for span in lane.spans[-1:]]
-    return min((lane.spans[0].begin_s for lane in lanes), default=0.0), max(ends, default=0.0)
-
-
 def _life(rows: Sequence[BeatRow], at: Callable[[float], float]) -> Iterator[Span]:
     """From each heartbeat of one life to the next; the first from the process's start on."""
     counted = [json.loads(row.seconds) for row in rows]

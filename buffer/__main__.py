@@ -25,6 +25,8 @@ from asyncrl.disk import write_whole
 from asyncrl.handshake import buffer_settings
 from asyncrl.run_dir import RunDir
 from asyncrl.tasks.rows import load_rows
+from buffer.history import earlier_beats
+from buffer.loop_clock import LoopClock
 from buffer.room import open_journal
 from buffer.run import Run
 from buffer.server import BufferServer
@@ -40,20 +42,24 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s buffer %(levelname)s %(message)s")
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to drain
+    clock = LoopClock()
     try:
         config = load_resolved(Path(arguments.config))
-        return asyncio.run(_serve(config, RunDir(Path(arguments.config).parent)))
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(clock)) as runner:
+            return runner.run(_serve(config, RunDir(Path(arguments.config).parent), clock))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-async def _serve(config: Config, run_dir: RunDir) -> int:
+async def _serve(config: Config, run_dir: RunDir, clock: LoopClock) -> int:
     rows = await asyncio.to_thread(load_rows, config)
     journal = open_journal(run_dir.path, config)
     try:
         run = Run(config, train=rows.train, val=rows.val, journal=journal, now=time.monotonic())
-        server = _listen(run, config.network.buffer, run_dir)
+        for row in earlier_beats(run_dir.path):
+            run.watch.history.recent.add(row)
+        server = _listen(run, config.network.buffer, run_dir, clock)
         stopped = _obey_signals(server)
         save_resolved(config, run_dir.config)
         write_whole(run_dir.buffer_address, server.address)
@@ -74,7 +80,7 @@ async def _serve_to_end(server: BufferServer) -> int:
         raise RuntimeError("the buffer has failed") from error
 
 
-def _listen(run: Run, address: str, run_dir: RunDir) -> BufferServer:
+def _listen(run: Run, address: str, run_dir: RunDir, clock: LoopClock) -> BufferServer:
     """A restarted buffer comes back where the others look for it, also after a port of 0."""
     before = run_dir.buffer_address
     if Address.parse(address).port == 0 and before.exists():
@@ -85,6 +91,7 @@ def _listen(run: Run, address: str, run_dir: RunDir) -> BufferServer:
         run_id=run_dir.make_run_id(),
         run_name=run_dir.path.name,
         settings=buffer_settings(run.config),
+        clock=clock,
     )
 
 

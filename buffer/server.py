@@ -28,6 +28,7 @@ from buffer.changes import Changes, Handler, wait_for
 from buffer.ending import Farewell
 from buffer.generator_requests import GeneratorRequests
 from buffer.learner_requests import LearnerRequests
+from buffer.loop_clock import LoopClock
 from buffer.member_requests import Joining, MemberRequests
 from buffer.run import Run
 from buffer.status import status_values
@@ -57,13 +58,16 @@ class BufferServer:
         run_name: str,
         settings: Settings,
         max_wait_s: float = transport.MAX_WAIT_S,
+        clock: LoopClock | None = None,
     ) -> None:
-        """`settings` are what members must agree with (asyncrl.handshake.buffer_settings).
+        """`settings` are what members must agree with (asyncrl.handshake.buffer_settings); `clock`
+        is the selector of the event loop, if that is to tell where its time goes.
 
         Raises ValueError when the address cannot be bound.
         """
         self._run = run
         self._changes = Changes(run, max_wait_s=max_wait_s)
+        self._clock = clock
         self._joining = Joining(
             run, self._changes, run_id=run_id, run_name=run_name, settings=settings
         )
@@ -89,11 +93,17 @@ class BufferServer:
         that was drained. Raises what broke the buffer.
         """
         reader = asyncio.create_task(self._transport.serve())
+        if self._clock is not None:
+            self._clock.serve(self._run.watch.waiting.state)
+            self._run.watch.know_own_time(self._clock.phases, now=time.monotonic())
         try:
             await self._changes.save()
             await self._watch_the_clock(reader)
             if self._fatal is not None or not self._stopped.is_set():
                 await asyncio.sleep(FLUSH_S)
+            if self._fatal is None:
+                self._run.watch.note_last(now=time.monotonic())
+                await self._changes.save()
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
@@ -130,7 +140,9 @@ class BufferServer:
             last = now
             if self._farewell.may_leave(now=now):
                 return
+            self._note_change()
             run.tick(now=now)
+            run.watch.look_at_own_time(now=now)
             run.advance(now=now)
             if run.is_due(now=now) or run.end != self._saved_end:
                 self._saved_end = run.end
@@ -146,6 +158,7 @@ class BufferServer:
             self._farewell.excuse(late_s)
 
     async def _handle(self, peer: bytes, packet: Packet) -> transport.Reply:
+        self._note_change()
         try:
             reply = await self._answer(peer, packet, now=time.monotonic())
             if type(packet.message) not in NEVER_WAIT:
@@ -155,6 +168,13 @@ class BufferServer:
             self._fatal = self._fatal or error
             self.stop()
             return Refused(code="stopping", reason=f"the buffer has failed: {error}")
+        finally:
+            self._note_change()
+
+    def _note_change(self) -> None:
+        """What the run waits for may be another now."""
+        if self._clock is not None:
+            self._clock.changed()
 
     async def _answer(self, peer: bytes, packet: Packet, *, now: float) -> transport.Reply:
         message = packet.message

@@ -46,6 +46,7 @@ def _people(run: Run, now: float) -> dict[str, Any]:
         "members": [_member_values(run, m, now) for m in everybody if m.role != "monitor"],
         "leases": [_lease_values(run, group, now) for group in run.books.ledger.groups.leased()],
         "tokens_per_s": round(run.members.tokens_per_s(), 1),
+        "time": run.watch.time_values(now=now),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.types import WeightId
 from buffer.books import Books
-from buffer.groups import Group
+from buffer.groups import Group, State
 from buffer.leases import LeaseClocks
 from buffer.members import Member, Members
 
@@ -54,6 +54,24 @@ class Waits:
         if self._training.position < policy.next_step:
             return now - self._position_since
         return self._evaluations.running_s(now=now)
+
+    def state(self) -> str:
+        """The state of a buffer that has nothing to do (asyncrl/states.py): for whom the run waits,
+        or for requests as long as both sides are busy."""
+        policy, step = self._ledger.policy, self._training.position
+        is_flying = self._ledger.groups.counts[State.LEASED] > 0 or bool(
+            self._evaluations.holders()
+        )
+        if self._is_for_learner:
+            return "waiting for the learner"
+        if policy.exhausted:  # evaluations are left, or the learner's last work
+            return f"waiting for {'generators' if is_flying else 'the learner'}"
+        if step in self._asked_at and step >= policy.next_step:  # the learner stands still
+            is_its_turn = not is_flying and self.is_unpublished
+            return f"waiting for {'the learner' if is_its_turn else 'generators'}"
+        if not is_flying and self._ledger.next_min_version() is None:
+            return "waiting for the learner"
+        return "waiting for requests"
 
     def text(self, *, now: float) -> str:
         """What the next batch, or the end of the run, waits for."""

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
+import secrets
+import socket
 import sys
-from typing import Literal
+from typing import Any, Literal
 
+from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.messages import Heartbeat, Leave
 from asyncrl.types import GroupId
@@ -17,6 +21,7 @@ from buffer.books import Books
 from buffer.history import History
 from buffer.leases import LeaseClocks, Suspension
 from buffer.members import Member, Members
+from buffer.recent import time_values
 from buffer.waiting import Waits, stall_reason
 
 log = logging.getLogger(__name__)
@@ -39,8 +44,43 @@ class Watch:
         self.watchdog = Watchdog(config.network.stall_timeout_s, now=now)
         self.history = History(interval_s=heartbeat_s, wall_offset=books.wall_offset)
         self.waiting = Waits(books, self.leases, self.members, now=now)
+        self._clock: PhaseClock | None = None
+        self.buffer: Member | None = None
+        """The buffer itself, once it knows its own time."""
         for group in books.ledger.groups.leased():
             self.members.expect(group.member, now=now)
+
+    def know_own_time(self, clock: PhaseClock, *, now: float) -> None:
+        """From now on the history tells of the buffer itself too; `clock` is that of its loop."""
+        name = f"buffer-{secrets.token_hex(2)}"
+        self.buffer = Member(name, "buffer", socket.gethostname(), os.getpid(), now)
+        self._clock = clock
+
+    def look_at_own_time(self, *, now: float) -> None:
+        """A heartbeat of the buffer itself."""
+        if self.buffer is not None and self._clock is not None:
+            self.buffer.state, self.buffer.last_seen = self._clock.phase, now
+            self.buffer.seconds = self._clock.total()
+            self.history.heard(self.buffer, now=now)
+
+    def note_last(self, *, now: float) -> None:
+        """The buffer ends: what all have said last is kept. Who has heard of the end has left."""
+        self.look_at_own_time(now=now)
+        for member in self._everybody():
+            if member.heard_end and member.alive:
+                self.members.leave(member, now=member.last_seen)
+        self.history.note_last(self._everybody())
+
+    def time_values(self, *, now: float) -> list[dict[str, Any]]:
+        """Where the time of each process went; `time` of the status."""
+        self.look_at_own_time(now=now)
+        there = [member for member in self._everybody() if member.alive]
+        rows = self.history.up_to_now(there)
+        return time_values(rows, now=self.history.wall(now))
+
+    def _everybody(self) -> list[Member]:
+        members = [m for m in self.members.by_name.values() if m.role != "monitor"]
+        return [*members, *([self.buffer] if self.buffer else [])]
 
     def heartbeat(self, member: Member, beat: Heartbeat, *, now: float) -> None:
         self.members.heartbeat(member, beat, now=now)

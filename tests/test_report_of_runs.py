@@ -8,11 +8,15 @@ import re
 import shutil
 import statistics
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from local_runs import Finished, launched, run_local, write_scripted_config
+
+from asyncrl.report.reading import read_run
+from asyncrl.report.summary import gather
 
 pytestmark = pytest.mark.e2e
 
@@ -68,6 +72,30 @@ def test_a_run_that_ended_says_where_its_report_is_and_its_numbers_are_those_of_
     assert lines["tokens trained, with prompts"] == f"{trained:,.0f}"
     assert lines["prompts by fate"].startswith("60 = 20 trained")
     assert {path.stem for path in page.parent.glob("*.png")} >= {"reward", "staleness", "timeline"}
+
+
+def test_the_seconds_of_every_process_add_up_to_its_life(finished: Finished) -> None:
+    by_member = defaultdict(list)
+    for beat in read_run(finished.run_dir).beats:
+        by_member[beat.member].append((beat.at, sum(json.loads(beat.seconds).values())))
+    assert len(by_member) == 3
+    for name, heard in by_member.items():
+        last_at, last_age = heard[-1]
+        life_s = last_at - min(at - age for at, age in heard)
+        assert last_age == pytest.approx(life_s, rel=0.01, abs=0.03), name
+
+
+def test_the_row_of_every_process_adds_up_to_the_wall_time_of_the_run(finished: Finished) -> None:
+    facts = gather(read_run(finished.run_dir))
+    rows = {each.process: each.seconds for each in facts.shares}
+    assert list(rows) == ["buffer", "learner", "generator-0"]
+    for name, seconds in rows.items():
+        assert sum(seconds.values()) == pytest.approx(facts.clock.total_s, rel=0.01), name
+    assert {"serving", "waiting for generators", "waiting for requests"} <= rows["buffer"].keys()
+    assert {"starting", "training", "saving", "waiting for a batch"} <= rows["learner"].keys()
+    assert {"starting", "generating", "waiting for leases"} <= rows["generator-0"].keys()
+    waited_s = rows["learner"]["waiting for a batch"]
+    assert rows["buffer"]["waiting for generators"] == pytest.approx(waited_s, abs=0.5)
 
 
 def test_a_run_that_failed_before_its_first_step_has_a_report_of_that(

@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from asyncrl.report.series import RunClock, smoothed
+from asyncrl.report.series import smoothed
+from asyncrl.run_clock import RunClock
 
 WIDTH_IN = 10.0
 DPI = 130

@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 
 from asyncrl.journal_tables import BeatRow
 from asyncrl.report.reading import Record, RunRecords
+from asyncrl.run_clock import RunClock
 from asyncrl.shares import lanes
-
-PAUSE_S = 120.0
-"""A longer stretch in which no process was heard of is cut out of the clock of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,31 +86,6 @@ def evaluations(run: RunRecords) -> list[EvalPoint]:
 def is_replay(record: Record) -> bool:
     """Whether a step's record is of a learner that was catching up after a restart."""
     return bool(record.get("train/replayed"))
-
-
-class RunClock:
-    """Seconds since a run began, without the pauses in which none of its processes was there."""
-
-    def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
-        """`spans`: (from, to) in seconds since the epoch, in which a process was at work."""
-        self._pieces: list[tuple[float, float, float]] = []  # from, to, seconds of the run at from
-        self.resumed_at: list[float] = []
-        """Seconds of the run at which a pause was cut out."""
-        position = 0.0
-        for begin, end in _merged(spans):
-            if self._pieces:
-                self.resumed_at.append(position)
-            self._pieces.append((begin, end, position))
-            position += end - begin
-        self.total_s = position
-
-    def seconds(self, at: float) -> float:
-        """The clock of the run at a time of day; during a pause it stands still."""
-        seconds = 0.0
-        for begin, end, position in self._pieces:
-            if at >= begin:
-                seconds = position + min(at, end) - begin
-        return seconds
 
 
 def run_clock(run: RunRecords) -> RunClock:
@@ -205,14 +178,3 @@ def _sampled(run: RunRecords, clock: RunClock) -> Iterator[tuple[float, float, i
 def _values(record: str, name: str) -> Record:
     """Values of a record of the buffer, named as the learner writes them to metrics.jsonl."""
     return {f"{name}/{key}": value for key, value in json.loads(record)["values"].items()}
-
-
-def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans that overlap or lie within PAUSE_S of each other as one."""
-    merged: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if merged and begin - merged[-1][1] <= PAUSE_S:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from asyncrl.report.reading import RunRecords, in_order
 from asyncrl.report.series import (
     EvalPoint,
-    RunClock,
     TrainedStep,
     evaluations,
     run_clock,
@@ -21,6 +20,7 @@ from asyncrl.report.series import (
     trained_steps,
 )
 from asyncrl.report.timeline import known_lanes
+from asyncrl.run_clock import RunClock
 from asyncrl.shares import Lane, Shares, shares
 from asyncrl.states import AWAY, is_waiting
 

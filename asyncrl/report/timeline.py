@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.report.reading import Record, RunRecords
-from asyncrl.report.series import RunClock, is_replay
+from asyncrl.report.series import is_replay
+from asyncrl.run_clock import RunClock
 from asyncrl.shares import Lane, Span, lanes
 from asyncrl.states import AWAY, STATES, state_of
 
