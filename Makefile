@@ -55,7 +55,9 @@ format: $(READY)  ## mend what ruff can mend
 docs: $(READY)  ## write docs/configuration.md anew from the field docs
 	@$(BIN)/python -P -m asyncrl.config.reference > docs/configuration.md
 
-clean:  ## remove .venv, runs and caches
+clean:  ## remove .venv, runs (with what killed ones left in /dev/shm) and caches
+	@for run in runs/*/; do [ ! -s "$$run/run_id" ] || rm -rf \
+	  "/dev/shm/asyncrl-$$(basename "$$run")-$$(head -c 8 "$$run/run_id")"; done
 	rm -rf $(VENV) runs wandb .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -12,7 +12,6 @@ import asyncio
 import faulthandler
 import logging
 import multiprocessing
-import os
 import signal
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import Any, TypeVar
 from asyncrl.clock import PhaseClock
 from asyncrl.config.load import load_resolved
 from asyncrl.config.schema import Config
+from asyncrl.end_now import end_now, remove_openmp_mark
 from asyncrl.handshake import member_settings
 from asyncrl.messages import Hello
 from asyncrl.run_dir import RunDir
@@ -183,7 +183,7 @@ async def _unless_over(ended: asyncio.Future[None], work: Coroutine[Any, Any, T]
 def _end_at_once(code: int) -> None:
     """The thread that loads a model cannot be interrupted, and nothing here needs it."""
     _end_children()
-    os._exit(code)
+    end_now(code)
 
 
 def _end_children() -> None:
@@ -196,6 +196,8 @@ def _end_children() -> None:
         child.join(timeout=max(0.0, deadline - time.monotonic()))
         if child.is_alive():
             child.kill()
+        if child.pid is not None:
+            remove_openmp_mark(child.pid)
 
 
 if __name__ == "__main__":

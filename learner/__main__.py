@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.config.load import load_resolved
+from asyncrl.end_now import end_now
 from asyncrl.recorded import RecordedRun
 from asyncrl.run_dir import RunDir
 from asyncrl.transport import RefusedError, Unreachable
@@ -140,7 +141,7 @@ if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
     if code != 0:
-        os._exit(code)  # other ranks may hang in a collective: no destructor may wait for them
+        end_now(code)  # other ranks may hang in a collective: no destructor may wait for them
     import torch.distributed as dist
 
     dist.destroy_process_group()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.disk import remove_whole
+from asyncrl.end_now import end_now
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -50,4 +51,4 @@ class EndOnSignals:
             if self._published is not None:
                 remove_whole(self._published)
         finally:
-            os._exit(128 + number)
+            end_now(128 + number)

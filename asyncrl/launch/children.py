@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from asyncrl.end_now import remove_openmp_mark
 from asyncrl.parent import end_with_parent
 
 _STOP_S = 6.0
@@ -68,6 +69,7 @@ class Child:
             return False
         os.killpg(self.pid, signal.SIGKILL)
         self.exit_code = self.process.wait()
+        remove_openmp_mark(self.pid)
         return True
 
     def signal_group(self, number: signal.Signals) -> None:
