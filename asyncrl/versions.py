@@ -19,6 +19,18 @@ def oldest_trainable(step: int, max_staleness: int) -> int:
     return max(0, step - last_step(0, max_staleness))
 
 
+def bound_in_words(*, max_staleness: int, groups_per_step: int, group_size: int, order: str) -> str:
+    """The worst case of a run: how much is ahead of the learner, and how old it may become."""
+    num_groups = (max_staleness + 1) * groups_per_step
+    ahead = f"{num_groups} prompts ({num_groups * group_size} responses)"
+    if max_staleness == 0:
+        return f"max_staleness 0: lock-step, at most {ahead} at once, no token older than its step"
+    return (
+        f"max_staleness {max_staleness}, order {order}: at most {ahead} are out or waiting to be "
+        f"trained, no token is trained more than {max_staleness} steps after its version was new"
+    )
+
+
 def staleness(step: int, version: int) -> int:
     """Age, in versions, that tokens of `version` have when step `step` trains them."""
     return step - version

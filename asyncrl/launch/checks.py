@@ -12,6 +12,7 @@ from asyncrl.launch.models import find_model
 from asyncrl.tasks.prompts import check_prompts
 from asyncrl.tasks.rewards import check_reward, resolve
 from asyncrl.tasks.rows import load_rows
+from asyncrl.versions import bound_in_words
 
 
 def check_run(config: Config) -> Config:
@@ -29,6 +30,16 @@ def check_run(config: Config) -> Config:
             file=sys.stderr,
         )
     return config
+
+
+def worst_case(config: Config) -> str:
+    """A line about how far generators may be ahead of the learner."""
+    return bound_in_words(
+        max_staleness=config.max_staleness,
+        groups_per_step=config.prompts_per_step,
+        group_size=config.group_size,
+        order=config.buffer.order,
+    )
 
 
 def check_generator(config: Config) -> Config:

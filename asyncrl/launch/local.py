@@ -10,7 +10,7 @@ from rich.console import Console
 
 from asyncrl.config import Config
 from asyncrl.config.load import load_config, save_resolved
-from asyncrl.launch.checks import check_port, check_run
+from asyncrl.launch.checks import check_port, check_run, worst_case
 from asyncrl.launch.children import Children, Program, role_command
 from asyncrl.launch.failures import DRAINED
 from asyncrl.launch.open_run import open_run_dir
@@ -39,6 +39,7 @@ def run_local(path: Path, overrides: Sequence[str]) -> int:
         save_resolved(config, run_dir.config_of("buffer"))
         console.print(f"run directory {run_dir.path}", soft_wrap=True)
         console.print(placement.describe())
+        console.print(worst_case(config), soft_wrap=True)
         try:
             with Children(run_dir.logs) as children:
                 supervisor = _supervisor(config, run_dir, placement, children, console, errors)

@@ -21,7 +21,13 @@ from asyncrl.config import Config
 from asyncrl.config.load import load_config, save_resolved
 from asyncrl.disk import write_whole
 from asyncrl.handshake import member_settings, mismatches, refusal
-from asyncrl.launch.checks import check_generator, check_port, check_run, with_model
+from asyncrl.launch.checks import (
+    check_generator,
+    check_port,
+    check_run,
+    with_model,
+    worst_case,
+)
 from asyncrl.launch.children import role_command
 from asyncrl.launch.models import find_model
 from asyncrl.launch.open_run import as_begun, open_run_dir
@@ -42,6 +48,7 @@ def become_buffer(path: Path, overrides: Sequence[str]) -> NoReturn:
     check_port(config)
     with open_run_dir(config, config_name=path.stem) as (run_dir, config):
         save_resolved(config, run_dir.config_of("buffer"))
+        _say(worst_case(config))
         _say_where(run_dir, Address.parse(config.network.buffer), [str(path), *overrides])
         become(role_command("buffer", str(run_dir.config_of("buffer"))), {})
 
