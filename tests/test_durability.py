@@ -21,6 +21,8 @@ from asyncrl.journal_tables import Change
 from asyncrl.launch.status import journal_says
 from asyncrl.memory_journal import MemoryJournal
 from asyncrl.messages import Checkpointed
+from asyncrl.report.reading import read_run
+from asyncrl.report.summary import outcome, prompts_text
 from buffer.room import open_journal
 from buffer.run import Run
 
@@ -107,6 +109,8 @@ def test_a_killed_buffer_that_kept_nothing_ends_with_code_2_and_what_to_do(tmp_p
     with buffer_process(tmp_path) as process:
         asyncio.run(asyncio.wait_for(hand_out(address_of(tmp_path, process)), 30))
         assert "nothing is kept of what became of its prompts" in journal_says(tmp_path)
+        assert outcome(read_run(tmp_path)).startswith("not known: nothing is kept")
+        assert prompts_text(read_run(tmp_path)) == "not known"
     with buffer_process(tmp_path) as process:
         _, stderr = process.communicate(timeout=20)
     assert process.returncode == 2

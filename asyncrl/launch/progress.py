@@ -17,7 +17,7 @@ from rich.text import Text
 
 from asyncrl.report.reading import read_run
 from asyncrl.report.series import EvalPoint, is_replay
-from asyncrl.report.summary import RunFacts, fates_text, gather, headline, outcome
+from asyncrl.report.summary import RunFacts, gather, headline, outcome, prompts_text
 from asyncrl.run_dir import RunDir
 
 _EVENT_S = 30.0
@@ -131,7 +131,7 @@ def print_summary(console: Console, run_dir: RunDir) -> None:
     for line in headline(facts):
         if line.name != "held-out accuracy":
             table.add_row(line.name, line.value)
-    table.add_row("prompts", fates_text(facts.run.fates))
+    table.add_row("prompts", prompts_text(facts.run))
     table.add_row("ended", outcome(facts.run))
     table.add_row("files", str(run_dir.path))
     console.print(table)

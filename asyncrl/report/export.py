@@ -85,7 +85,7 @@ def export_run(name: str, *, out: Path | None, step: int | None, fate: str | Non
         partial.unlink(missing_ok=True)
     print(
         f"{export.num_rollouts} rollouts of {export.num_groups} prompts in {out} "
-        f"({out.stat().st_size / 1e6:.1f} MB). {export.left_out()}"
+        f"({out.stat().st_size / 1e6:.3g} MB). {export.left_out()}"
     )
     return 0
 

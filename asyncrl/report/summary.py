@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from asyncrl.journal_claim import is_nothing_kept
 from asyncrl.report.reading import RunRecords, in_order
 from asyncrl.report.series import (
     EvalPoint,
@@ -87,7 +88,7 @@ def table(facts: RunFacts) -> list[Line]:
         ),
         Line("max_staleness", bounds(run)),
         Line("steps", _steps(facts)),
-        Line("prompts by fate", fates_text(run.fates)),
+        Line("prompts by fate", prompts_text(run)),
     ]
     if run.metrics:
         begin = min(record["time"] for record in run.metrics)
@@ -112,6 +113,8 @@ def table(facts: RunFacts) -> list[Line]:
 
 def outcome(run: RunRecords) -> str:
     """How the run ended, as far as its journal knows."""
+    if is_nothing_kept(run.path):
+        return "not known: nothing is kept (buffer.durability is none)"
     if run.meta.get("end"):
         end = json.loads(run.meta["end"])
         return f"failed: {end['reason']}" if end["failed"] else str(end["reason"])
@@ -121,6 +124,11 @@ def outcome(run: RunRecords) -> str:
     if run.committed == 0:
         return "no step was trained"
     return f"not at its end: {run.committed} steps are trained"
+
+
+def prompts_text(run: RunRecords) -> str:
+    """Its prompts by fate, where they are kept."""
+    return "not known" if is_nothing_kept(run.path) else fates_text(run.fates)
 
 
 def fates_text(fates: dict[str, int]) -> str:
