@@ -32,7 +32,7 @@ from asyncrl.messages import (
 from asyncrl.thread_client import ThreadClient
 from asyncrl.transport import RefusedError, Unreachable
 from asyncrl.types import WeightId
-from asyncrl.wire import Packet, decode, encode
+from asyncrl.wire import Packet, decode, encode, view
 from learner.joining import Connection, leave
 from learner.ranks import Ranks
 
@@ -205,8 +205,8 @@ class BufferLine:
 
 def share(packet: Packet | None, ranks: Ranks) -> Packet:
     """The lead's packet, on every rank; the others pass None."""
-    parts = encode(packet.message, frames=packet.frames) if packet is not None else None
-    return decode(ranks.broadcast(parts))
+    parts = encode(packet.message, frames=packet.frames) if packet is not None else []
+    return decode(ranks.broadcast([view(part) for part in parts]))
 
 
 def failed_end(reason: str) -> Packet:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +31,9 @@ class Ranks:
         """Rank 0: it alone talks to the buffer, publishes and writes files."""
         return self.rank == 0
 
-    def broadcast(self, parts: list[bytes] | None) -> list[bytes]:
+    def broadcast(self, parts: Sequence[bytes | memoryview]) -> list[bytes]:
         """Rank 0's byte strings, on every rank; what the others pass is not looked at."""
-        packed = _pack(parts or []) if self.is_lead else b""
+        packed = _pack(parts) if self.is_lead else b""
         if self.size == 1:
             return _unpack(packed)
         size = torch.tensor([len(packed)], dtype=torch.int64)
@@ -77,7 +78,7 @@ def start_ranks() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh)
 
 
-def _pack(parts: list[bytes]) -> bytes:
+def _pack(parts: Sequence[bytes | memoryview]) -> bytes:
     lengths = struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts))
     return b"".join([lengths, *parts])
 

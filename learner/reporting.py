@@ -8,7 +8,7 @@ from asyncrl.config import Config
 from asyncrl.messages import End, Record
 from asyncrl.metrics import MetricsLog, Value
 from asyncrl.run_dir import RunDir
-from asyncrl.wire import Packet
+from asyncrl.wire import Packet, view
 from learner.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Reporter:
         directory = self._skipped / f"step-{step:08d}"
         directory.mkdir(parents=True, exist_ok=True)
         for number, frame in enumerate(packet.frames):
-            (directory / f"{number:05d}.group").write_bytes(frame)
+            (directory / f"{number:05d}.group").write_bytes(view(frame))
 
     def close(self) -> None:
         if self._log is not None:

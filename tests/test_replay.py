@@ -139,6 +139,9 @@ def test_without_early_batches_a_replay_begins_at_the_first_checkpoint_that_has_
     assert run.missing_steps(before=STEPS) == [0, 1]
     start = find_start(run, last=None)
     assert (start.version, start.checkpoint) == (2, run.checkpoints()[2])
+    (run.checkpoints()[2] / "model.safetensors").unlink()
+    assert find_start(run, last=None).version == 4
+    (run.checkpoints()[2] / "model.safetensors").touch()
     (journal_only / "segments" / "000006").unlink()  # one group of step 2
     assert find_start(run, last=None).version == 4
 
@@ -147,7 +150,7 @@ def test_a_run_without_a_beginning_is_refused_with_the_numbers(journal_only: Pat
     delete_batches(journal_only, before=3)
     with pytest.raises(ValueError, match="of its 5 steps the batches of 3 are deleted") as caught:
         find_start(RecordedRun(journal_only), last=None)
-    assert "no checkpoint of a version from 3 to 4 to begin from (there are: none)" in str(
+    assert "no whole checkpoint of a version from 3 to 4 to begin from (there are: none)" in str(
         caught.value
     )
     assert "buffer.keep_payloads=always" in str(caught.value)

@@ -52,11 +52,14 @@ def become_replay(
     config = with_model(config, find_model(config.model.path))
     begun = load_recorded(own)
     _check_tokenizer(begun, config)
-    start = find_start(recorded, last=config.max_steps)
+    start = None
+    if not any(_run_dir(config).checkpoints.glob("version-*")):
+        start = find_start(recorded, last=config.max_steps)
+        config = _beginning(config, start, begun)
     with open_run_dir(config, config_name=recorded.path.name) as (run_dir, config):
         _claim(run_dir, recorded)
-        if not any(run_dir.checkpoints.glob("version-*")):
-            _begin_at(start, run_dir)
+        if start is not None and start.checkpoint is not None:
+            _take_over(start.checkpoint, run_dir)
         save_resolved(config, run_dir.config)
         _say(f"run directory {run_dir.path}")
         for line in _plan(recorded, start, begun, config):
@@ -89,16 +92,23 @@ def find_start(recorded: RecordedRun, *, last: int | None) -> Start:
         return Start(0, None)
     checkpoints = recorded.checkpoints()
     for version, checkpoint in checkpoints.items():
-        if missing[-1] < version < end:
-            check_checkpoint(checkpoint)
+        if missing[-1] < version < end and _is_whole(checkpoint):
             return Start(version, checkpoint)
     there = ", ".join(map(str, checkpoints)) or "none"
     raise ValueError(
         f"{recorded.path} cannot be replayed: of its {end} steps the batches of {len(missing)} are "
-        f"deleted, the last one that of step {missing[-1]}, and it has no checkpoint of a version "
-        f"from {missing[-1] + 1} to {end - 1} to begin from (there are: {there}). Runs with "
-        "buffer.keep_payloads=always keep every batch"
+        f"deleted, the last one that of step {missing[-1]}, and it has no whole checkpoint of a "
+        f"version from {missing[-1] + 1} to {end - 1} to begin from (there are: {there}). Runs "
+        "with buffer.keep_payloads=always keep every batch"
     )
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        check_checkpoint(checkpoint)
+    except ValueError:
+        return False
+    return True
 
 
 def _own_config(recorded: RecordedRun) -> Path:
@@ -123,6 +133,24 @@ def _configuration(recorded: RecordedRun, file: Path, overrides: Sequence[str]) 
         config = load_config(file, [*defaults, *overrides])
     every = config.weights.model_copy(update={"publish_every": 1})
     return config.model_copy(update={"weights": every})
+
+
+def _run_dir(config: Config) -> RunDir:
+    return RunDir(Path(config.output_dir) / str(config.run_name))
+
+
+def _beginning(config: Config, start: Start, begun: Config) -> Config:
+    """Where the beginning is a checkpoint of the recorded run, nothing else can be one."""
+    named = config.checkpoint.resume
+    if start.checkpoint is None or named in ("never", "auto"):
+        return config
+    if named != begun.checkpoint.resume:  # what the recorded run itself began from is no wish
+        raise ValueError(
+            f"checkpoint.resume: {named} would be version 0, but the batches of the steps before "
+            f"{start.version} are deleted: without it the replay begins from {start.checkpoint}"
+        )
+    resume = config.checkpoint.model_copy(update={"resume": "never"})
+    return config.model_copy(update={"checkpoint": resume})
 
 
 def _check_tokenizer(begun: Config, config: Config) -> None:
@@ -160,30 +188,34 @@ def _claim(run_dir: RunDir, recorded: RecordedRun) -> None:
     write_whole(run_dir.replay_of, json.dumps(source))
 
 
-def _begin_at(start: Start, run_dir: RunDir) -> None:
-    if start.checkpoint is None:
-        return
-    target = run_dir.checkpoints / start.checkpoint.name
+def _take_over(checkpoint: Path, run_dir: RunDir) -> None:
+    """Makes it a checkpoint of the replay, from which the learner then goes on."""
+    target = run_dir.checkpoints / checkpoint.name
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        for file in start.checkpoint.iterdir():
+        for file in checkpoint.iterdir():
             link_or_copy(file, temporary / file.name)
         check_checkpoint(temporary)
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         raise ValueError(
-            f"{start.checkpoint} was deleted just now, as its run goes on: start this again"
+            f"{checkpoint} was deleted just now, as its run goes on: start this again with "
+            "checkpoint.resume=auto"
         ) from None
     temporary.rename(target)
 
 
-def _plan(recorded: RecordedRun, start: Start, begun: Config, config: Config) -> list[str]:
+def _plan(recorded: RecordedRun, start: Start | None, begun: Config, config: Config) -> list[str]:
+    """What will be trained, and what is not as it was."""
     end = min(recorded.committed(), config.max_steps or sys.maxsize)
-    steps = f"steps {start.version} to {end - 1} of {recorded.path}"
-    lines = [f"replays {steps}, from version 0"]
-    if start.checkpoint is not None:
-        lines = [f"replays {steps}, from {start.checkpoint}: earlier batches are deleted"]
+    if start is None:
+        lines = [f"goes on with the replay of {recorded.path}, up to step {end - 1}"]
+    else:
+        begin = start.checkpoint or "version 0"
+        why = "" if start.checkpoint is None else ": earlier batches are deleted"
+        steps = f"steps {start.version} to {end - 1} of {recorded.path}"
+        lines = [f"replays {steps}, from {begin}{why}"]
     for change in differences(begun, config, ON_BATCHES):
         lines.append(f"trained otherwise than the recorded run: {change}")
     for change in differences(begun, config, OF_BATCHES):
