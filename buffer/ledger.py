@@ -279,7 +279,7 @@ class Ledger:
 
     def _void_lease(self, group: Group) -> None:
         """Whoever holds it now is to hear that it does so no longer."""
-        if group.state == State.LEASED:
+        if group.state == State.LEASED and group.member:
             lease = LeaseId(group.id, group.attempt)
             self._void.setdefault(group.member, []).append(lease)
 

@@ -23,8 +23,8 @@ from typing import Literal
 from asyncrl import versions
 from buffer.orders import Fifo, Order, Ready
 from buffer.outstanding import Outstanding, Place
+from buffer.plan import LastBatch, Plan
 
-LastBatch = Literal["train", "drop", "wrap"]
 OrderName = Literal["fifo", "ready"]
 
 
@@ -45,21 +45,10 @@ class StalenessPolicy:
         last_batch: LastBatch = "train",
         order: OrderName = "fifo",
     ) -> None:
-        """`num_groups` is how many the data holds, all epochs together.
-
-        Raises ValueError when these numbers cannot give a single step.
-        """
-        if last_batch == "drop" and num_groups < groups_per_step:
-            raise ValueError(
-                f"data.train_files give {num_groups} prompts in all epochs, fewer than one step of "
-                f"prompts_per_step={groups_per_step}, and data.last_batch=drop: there would be no "
-                "step. Use last_batch=train or wrap, or a smaller prompts_per_step."
-            )
+        """`num_groups` is how many the data holds, all epochs together. ValueError as of Plan."""
+        self.plan = Plan(groups_per_step, num_groups, max_steps, last_batch)
         self.max_staleness = max_staleness
         self.groups_per_step = groups_per_step
-        self.num_groups = num_groups
-        self.max_steps = max_steps
-        self.last_batch = last_batch
         self.order_name: OrderName = order
         self.admitted = 0
         self.committed = 0
@@ -74,16 +63,11 @@ class StalenessPolicy:
         return self._outstanding.numbers
 
     @property
-    def most_outstanding(self) -> int:
-        """The most groups that can ever be outstanding: those of max_staleness + 1 steps."""
-        return (self.max_staleness + 1) * self.groups_per_step
-
-    @property
     def exhausted(self) -> bool:
         """True when every batch there will ever be is assigned."""
-        if self.closed or self._is_past_max_steps(self.next_step):
+        if self.closed or self.plan.is_past(self.next_step):
             return True
-        return self.is_data_ended and not self._outstanding
+        return self.plan.has_ended(self.admitted) and not self._outstanding
 
     def restore(
         self, *, admitted: int, committed: int, next_step: int, closed: bool, queue: list[int]
@@ -102,11 +86,12 @@ class StalenessPolicy:
 
     def can_admit(self) -> bool:
         """Whether one more group fits, by H, by max_steps and by what the data holds."""
-        if self.closed or self._is_past_max_steps(self._next_place_step):
+        step = (self._next_pick + len(self._outstanding)) // self.groups_per_step
+        if self.closed or self.plan.is_past(step):
             return False
-        if self.is_data_ended and not self._wraps:
+        if not self.plan.has_another(self.admitted, self._outstanding):
             return False
-        return self._next_place_step <= versions.last_step(self.committed, self.max_staleness)
+        return step <= versions.last_step(self.committed, self.max_staleness)
 
     def next_min_version(self) -> int:
         """The min_version that the next admitted group would be leased with."""
@@ -163,11 +148,7 @@ class StalenessPolicy:
 
     def leftovers(self) -> tuple[int, ...]:
         """Outstanding groups that no batch will take: too few at the end, or only wrapped ones."""
-        if not self.is_data_ended or not self._outstanding:
-            return ()
-        too_few = self.last_batch == "drop" and len(self._outstanding) < self.groups_per_step
-        only_wrapped = self._outstanding.first >= self.num_groups
-        return self.outstanding if too_few or only_wrapped else ()
+        return self.plan.leftovers(self.admitted, self._outstanding)
 
     def late(self) -> list[int]:
         """Groups in flight at their deadline that alone hold up the learner: it has trained all
@@ -181,9 +162,7 @@ class StalenessPolicy:
     @property
     def batch_size(self) -> int:
         """Groups in the next batch: groups_per_step, or what is left at the end of the data."""
-        if self.is_data_ended and self.last_batch == "train":
-            return min(self.groups_per_step, len(self._outstanding))
-        return self.groups_per_step
+        return self.plan.batch_size(self.admitted, self._outstanding)
 
     def num_missing(self) -> int:
         """How many groups must still be finished before the next batch may be closed."""
@@ -243,26 +222,6 @@ class StalenessPolicy:
     def _next_pick(self) -> int:
         return self.next_step * self.groups_per_step
 
-    @property
-    def _next_place_step(self) -> int:
-        return (self._next_pick + len(self._outstanding)) // self.groups_per_step
-
-    @property
-    def is_data_ended(self) -> bool:
-        """Every prompt of the data has been admitted."""
-        return self.admitted >= self.num_groups
-
-    @property
-    def _wraps(self) -> bool:
-        """At the end of the data: whether the last step is to be filled up from its start."""
-        there = self._outstanding
-        if self.last_batch != "wrap" or not there or there.first >= self.num_groups:
-            return False
-        return len(there) % self.groups_per_step > 0
-
-    def _is_past_max_steps(self, step: int) -> bool:
-        return self.max_steps is not None and step >= self.max_steps
-
     def _assert_accepts(self, number: int, version: int) -> None:
         if not self.accepts(number, version):
             raise RuntimeError(f"group number {number} of version {version} breaks H: {self}")
@@ -295,6 +254,6 @@ class StalenessPolicy:
     def __str__(self) -> str:
         return (
             f"step {self.next_step}, committed version {self.committed}, admitted {self.admitted} "
-            f"of {self.num_groups}, outstanding {len(self._outstanding)}, groups per step "
+            f"of {self.plan.num_groups}, outstanding {len(self._outstanding)}, groups per step "
             f"{self.groups_per_step}, max_staleness {self.max_staleness}, order {self.order_name}"
         )

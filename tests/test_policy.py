@@ -86,7 +86,7 @@ class Schedules(RuleBasedStateMachine):
             self.all_go_on_but_one(data, num_moves=60)
 
     def new_ledger(self) -> Ledger:
-        num_groups = self.policy.num_groups
+        num_groups = self.policy.plan.num_groups
         return Ledger(
             self.policy,
             group_id=lambda number: GroupId(*divmod(number, num_groups)),
@@ -246,7 +246,7 @@ class Schedules(RuleBasedStateMachine):
         """Everything is read back from rows."""
         before, states = self.policy, self.ledger.groups.counts
         unstarted = [group.id for group in self.in_flight(started=False)]
-        self.restart(max_staleness=self.bound, max_steps=before.max_steps)
+        self.restart(max_staleness=self.bound, max_steps=before.plan.max_steps)
         assert +self.ledger.groups.counts == +states
         assert [group.id for group in self.in_flight(started=False)] == unstarted
         kept = [
@@ -255,7 +255,9 @@ class Schedules(RuleBasedStateMachine):
             if not before.is_blank(number)
         ]
         assert [*zip(self.policy.outstanding, self.policy.deadlines(), strict=True)] == kept
-        assert self.policy.exhausted == (before.exhausted or (before.is_data_ended and not kept))
+        assert self.policy.exhausted == (
+            before.exhausted or (before.plan.has_ended(before.admitted) and not kept)
+        )
 
     @rule(data=st.data())
     @precondition(lambda self: self.bound > 0)
@@ -263,12 +265,12 @@ class Schedules(RuleBasedStateMachine):
         self.bound = data.draw(st.integers(0, self.bound - 1))
         self.publish_every = min(self.publish_every, self.bound + 1)
         self.admitted_by_wider_bound |= {*self.policy.outstanding}
-        self.restart(max_staleness=self.bound, max_steps=self.policy.max_steps)
+        self.restart(max_staleness=self.bound, max_steps=self.policy.plan.max_steps)
 
     @rule(data=st.data())
     @precondition(lambda self: self.policy.next_step > 0)
     def buffer_restarts_with_fewer_steps(self, data: st.DataObject) -> None:
-        fewer = data.draw(st.integers(1, self.policy.max_steps or 6))
+        fewer = data.draw(st.integers(1, self.policy.plan.max_steps or 6))
         self.restart(max_staleness=self.bound, max_steps=fewer)
 
     def restart(self, *, max_staleness: int, max_steps: int | None) -> None:
@@ -277,9 +279,9 @@ class Schedules(RuleBasedStateMachine):
         self.policy = StalenessPolicy(
             max_staleness=max_staleness,
             groups_per_step=before.groups_per_step,
-            num_groups=before.num_groups,
+            num_groups=before.plan.num_groups,
             max_steps=max_steps,
-            last_batch=before.last_batch,
+            last_batch=before.plan.last_batch,
             order=before.order_name,
         )
         self.ledger = self.new_ledger()
@@ -377,12 +379,13 @@ class Schedules(RuleBasedStateMachine):
         policy, counts = self.policy, self.ledger.groups.counts
         self.ledger.cancel_outstanding("the run has ended")
         assert counts[State.TRAINED] == sum(self.sizes)
+        assert len(self.ledger.groups.by_id) == policy.admitted  # a prompt is one group
         assert not any(counts[s] for s in (State.WAITING, State.LEASED, State.READY))
         smaller = [size for size in self.sizes if size < policy.groups_per_step]
-        assert self.keeps_place or len(smaller) <= (policy.last_batch == "train")
-        if policy.max_steps is None or policy.next_step < policy.max_steps:
+        assert self.keeps_place or len(smaller) <= (policy.plan.last_batch == "train")
+        if policy.plan.max_steps is None or policy.next_step < policy.plan.max_steps:
             assert counts[State.CANCELLED] == 0
-            assert policy.admitted >= policy.num_groups
+            assert policy.admitted >= policy.plan.num_groups
 
 
 def check(machine: type[RuleBasedStateMachine], *, examples: int, shrink: bool = True) -> None:
