@@ -80,8 +80,9 @@ class GeneratorRequests:
         return verdict
 
     async def _failed(self, member: Member, packet: Packet, message: Failed) -> Message:
-        log.warning("%s: group %s failed: %s", member.name, message.group, message.reason)
         verdict = self._run.generation.failed(member, message, now=time.monotonic())
+        level = logging.WARNING if verdict.verdict == "accepted" else logging.INFO  # it was void
+        log.log(level, "%s: group %s failed: %s", member.name, message.group, message.reason)
         await self._changes.save()
         return verdict
 
