@@ -49,14 +49,15 @@ class BufferProcess:
         run_dir.mkdir()
         self.run_dir = run_dir
         self._groups_per_step = GROUPS_PER_STEP[num_tokens]
-        save_resolved(_config(run_dir, num_tokens, durability), run_dir / "config.yaml")
+        config = _config(run_dir, num_tokens, durability)
+        save_resolved(config, run_dir / "config.yaml")
         with (run_dir / "log").open("w") as log:
             command = [sys.executable, "-P", "-m", "buffer", str(run_dir / "config.yaml")]
             root = str(Path(__file__).parent.parent)
             environment = {**os.environ, "PYTHONPATH": root}
             self._process = subprocess.Popen(command, stderr=log, env=environment)
         frames = Frames(num_tokens=num_tokens, group_size=GROUP_SIZE)
-        self.load = Load(self._address(), producers=producers, slots=SLOTS, frames=frames)
+        self.load = Load(self._address(), config, producers=producers, slots=SLOTS, frames=frames)
         self._cpu = psutil.Process(self._process.pid)
         self._me = psutil.Process()
 
@@ -216,6 +217,7 @@ def _config(run_dir: Path, num_tokens: int, durability: str) -> Config:
             "max_response_length": num_tokens,
         },
         "reward": {"path": "none:none"},
+        "generator": {"engine": "scripted"},
         "learner": {"max_tokens_per_microbatch": num_tokens + 1024},
         "buffer": {"durability": durability},
         "network": {"heartbeat_s": 60, "buffer": "tcp://127.0.0.1:0"},

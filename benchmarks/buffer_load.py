@@ -17,6 +17,8 @@ import msgpack
 import numpy as np
 import zmq
 
+from asyncrl.config import Config
+from asyncrl.handshake import member_settings
 from asyncrl.messages import (
     Batch,
     Checkpointed,
@@ -33,6 +35,7 @@ from asyncrl.messages import (
     Refused,
     Register,
     Registered,
+    Role,
     Started,
     Submit,
     Verdict,
@@ -86,14 +89,15 @@ class Frames:
 class Connection:
     """One DEALER socket to the buffer."""
 
-    def __init__(self, address: str, role: Any, name: str) -> None:
+    def __init__(self, address: str, config: Config, role: Role, name: str) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
         self._num_requests = 0
-        hello = Hello(role=role, member=name, run_id=None, host="bench", pid=1)
-        self.ask(hello)
-        self.socket.recv_multipart()
+        settings = member_settings(config, role)
+        self.ask(Hello.here(role, name=name, run_id=None, settings=settings))
+        self.socket.poll(10_000)
+        self.replies()
 
     def ask(self, message: Message, *frames: bytes) -> int:
         """Sends a request and returns its number."""
@@ -122,8 +126,10 @@ class Connection:
 class Producer:
     """Asks for leases, says that it has started and submits; serves new weights at once."""
 
-    def __init__(self, address: str, name: str, *, slots: int, frames: Frames) -> None:
-        self.connection = Connection(address, "generator", name)
+    def __init__(
+        self, address: str, config: Config, name: str, *, slots: int, frames: Frames
+    ) -> None:
+        self.connection = Connection(address, config, "generator", name)
         self.is_paused = True
         self.num_in_flight = 0
         self._slots = slots
@@ -169,8 +175,8 @@ class Producer:
 class Consumer:
     """A learner whose steps take no time: fetches ahead, commits, publishes."""
 
-    def __init__(self, address: str) -> None:
-        self.connection = Connection(address, "learner", "learner-0")
+    def __init__(self, address: str, config: Config) -> None:
+        self.connection = Connection(address, config, "learner", "learner")
         self.is_paused = True
         self.version = 0
         """Committed."""
@@ -219,11 +225,13 @@ class Consumer:
 class Load:
     """Producers and a consumer on one buffer; between two windows they rest."""
 
-    def __init__(self, address: str, *, producers: int, slots: int, frames: Frames) -> None:
+    def __init__(
+        self, address: str, config: Config, *, producers: int, slots: int, frames: Frames
+    ) -> None:
         """`slots`: groups in flight, of all producers together."""
-        self.consumer = Consumer(address)
+        self.consumer = Consumer(address, config)
         self.producers = [
-            Producer(address, f"generator-{i}", slots=slots // producers, frames=frames)
+            Producer(address, config, f"generator-{i}", slots=slots // producers, frames=frames)
             for i in range(producers)
         ]
         self._poller = zmq.Poller()
