@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import selectors
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,14 @@ class LoopClock(selectors.DefaultSelector):
         self._waits_for: Callable[[], str] | None = None
         self._waiting = ""
         """What is waited for, as far as is known; empty after a change."""
+        self._looked_at = time.monotonic()
+        self._lag_s = 0.0
+
+    def take_lag_s(self) -> float:
+        """The longest time since the last call in which the loop did not look for what has come:
+        so long may a request have waited for its turn."""
+        lag_s, self._lag_s = self._lag_s, 0.0
+        return lag_s
 
     def serve(self, waits_for: Callable[[], str]) -> None:
         """From now on the loop serves; `waits_for` names the phase when it has nothing to do."""
@@ -33,6 +42,12 @@ class LoopClock(selectors.DefaultSelector):
         self._waiting = ""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, Any]]:
+        self._lag_s = max(self._lag_s, time.monotonic() - self._looked_at)
+        found = self._select(timeout)
+        self._looked_at = time.monotonic()
+        return found
+
+    def _select(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, Any]]:
         if self._waits_for is None or (timeout is not None and timeout <= 0):
             return super().select(timeout)
         self._waiting = self._waiting or self._waits_for()

@@ -173,11 +173,15 @@ class Run:
     def _assign(self, now: float) -> None:
         step, groups = self.books.ledger.batches.assign()
         waited_s = self.watch.waiting.asked_s(step, now=now)
-        values = self.books.tally.take_step(step, groups) | {
-            "generator_tokens_per_s": round(self.members.tokens_per_s(), 1),
-            "num_ready": self.books.ledger.groups.counts[State.READY],
-            "waited_s": round(waited_s, 3),
-        }
+        values = (
+            self.books.tally.take_step(step, groups)
+            | self.watch.take_lag()
+            | {
+                "generator_tokens_per_s": round(self.members.tokens_per_s(), 1),
+                "num_ready": self.books.ledger.groups.counts[State.READY],
+                "waited_s": round(waited_s, 3),
+            }
+        )
         record = Record(name="buffer", step=step, values=values)
         self.books.training.assign(
             record, waited_for=self._waited_for, at=now + self.books.wall_offset

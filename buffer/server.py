@@ -95,7 +95,7 @@ class BufferServer:
         reader = asyncio.create_task(self._transport.serve())
         if self._clock is not None:
             self._clock.serve(self._run.watch.waiting.state)
-            self._run.watch.know_own_time(self._clock.phases, now=time.monotonic())
+            self._run.watch.know_own_time(self._clock, now=time.monotonic())
         try:
             await self._changes.save()
             await self._watch_the_clock(reader)

@@ -13,13 +13,13 @@ import socket
 import sys
 from typing import Any, Literal
 
-from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.messages import Heartbeat, Leave
 from asyncrl.types import GroupId
 from buffer.books import Books
 from buffer.history import History
 from buffer.leases import LeaseClocks, Suspension
+from buffer.loop_clock import LoopClock
 from buffer.members import Member, Members
 from buffer.recent import time_values
 from buffer.waiting import Waits, stall_reason
@@ -44,13 +44,13 @@ class Watch:
         self.watchdog = Watchdog(config.network.stall_timeout_s, now=now)
         self.history = History(interval_s=heartbeat_s, wall_offset=books.wall_offset)
         self.waiting = Waits(books, self.leases, self.members, now=now)
-        self._clock: PhaseClock | None = None
+        self._clock: LoopClock | None = None
         self.buffer: Member | None = None
         """The buffer itself, once it knows its own time."""
         for group in books.ledger.groups.leased():
             self.members.expect(group.member, now=now)
 
-    def know_own_time(self, clock: PhaseClock, *, now: float) -> None:
+    def know_own_time(self, clock: LoopClock, *, now: float) -> None:
         """From now on the history tells of the buffer itself too; `clock` is that of its loop."""
         name = f"buffer-{secrets.token_hex(2)}"
         self.buffer = Member(name, "buffer", socket.gethostname(), os.getpid(), now)
@@ -59,9 +59,16 @@ class Watch:
     def look_at_own_time(self, *, now: float) -> None:
         """A heartbeat of the buffer itself."""
         if self.buffer is not None and self._clock is not None:
-            self.buffer.state, self.buffer.last_seen = self._clock.phase, now
-            self.buffer.seconds = self._clock.total()
+            self.buffer.state, self.buffer.last_seen = self._clock.phases.phase, now
+            self.buffer.seconds = self._clock.phases.total()
             self.history.heard(self.buffer, now=now)
+
+    def take_lag(self) -> dict[str, float]:
+        """The longest time that the buffer's loop did not get to run since the last call, if the
+        loop is known; for the record of a step."""
+        if self._clock is None:
+            return {}
+        return {"loop_lag_ms": round(1000 * self._clock.take_lag_s(), 1)}
 
     def note_last(self, *, now: float) -> None:
         """The buffer ends: what all have said last is kept. Who has heard of the end has left."""

@@ -15,6 +15,7 @@ from scripted_peers import Generator, Learner, Peer, rows
 from asyncrl.config import Config
 from asyncrl.journal import Journal
 from asyncrl.messages import End, Settings
+from buffer.loop_clock import LoopClock
 from buffer.run import Run
 from buffer.server import BufferServer
 
@@ -66,7 +67,11 @@ async def serving(
 
 @asynccontextmanager
 async def serving_run(
-    run: Run, *, max_wait_s: float, settings: Settings | None = None
+    run: Run,
+    *,
+    max_wait_s: float,
+    settings: Settings | None = None,
+    clock: LoopClock | None = None,
 ) -> AsyncIterator[Serving]:
     server = BufferServer(
         run,
@@ -75,6 +80,7 @@ async def serving_run(
         run_name="run",
         settings=settings or {},
         max_wait_s=max_wait_s,
+        clock=clock,
     )
     task = asyncio.create_task(server.serve())
     here = Serving(run, server, task, [])
