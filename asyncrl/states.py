@@ -60,14 +60,15 @@ def is_waiting(state: str) -> bool:
     return state.startswith("waiting for ")
 
 
-def percentages(seconds: Mapping[str, float]) -> dict[str, int]:
-    """Whole percent of each, in the order of STATES; they add up to 100, or are none."""
+def percentages(seconds: Mapping[str, float], *, of: int = 100) -> dict[str, int]:
+    """Whole percent (or parts of another whole) of each, in the order of STATES, those with none
+    left out; they add up to `of`. Empty when there are no seconds."""
     total = sum(seconds.values())
     if total <= 0:
         return {}
-    exact = {state: 100 * seconds.get(state, 0.0) / total for state in STATES}
-    whole = {state: int(share) for state, share in exact.items()}
-    nearest = sorted(STATES, key=lambda state: whole[state] - exact[state])
-    for state in nearest[: 100 - sum(whole.values())]:
-        whole[state] += 1
-    return {state: share for state, share in whole.items() if share}
+    exact = {state: of * seconds.get(state, 0.0) / total for state in STATES}
+    parts = {state: int(share) for state, share in exact.items()}
+    nearest = sorted(STATES, key=lambda state: parts[state] - exact[state])
+    for state in nearest[: of - sum(parts.values())]:
+        parts[state] += 1
+    return {state: share for state, share in parts.items() if share}

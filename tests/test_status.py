@@ -17,7 +17,8 @@ from local_runs import Launched, launched, write_scripted_config
 from rich.console import Console
 from run_records import write_run
 
-from asyncrl.launch.status_screen import head_lines, member_cells, screen, short
+from asyncrl.launch.status_screen import head_lines, member_cells, screen
+from asyncrl.launch.time_table import short, states_text, time_bar
 
 LAUNCHER = [sys.executable, "-m", "asyncrl.launch"]
 VALUES: dict[str, Any] = {
@@ -54,6 +55,31 @@ VALUES: dict[str, Any] = {
             **{"name": "generator-1-bb", "role": "generator", "host": "two", "pid": 13},
             **{"state": "dead", "state_s": 500.0, "version": 5, "leases": 1, "alive": False},
             **{"tokens_per_s": 0.0, "last_seen_s": 503.0, "suspended": False},
+        },
+    ],
+    "time": [
+        {
+            **{"process": "buffer", "role": "buffer"},
+            "recent": {
+                "serving": 6.0,
+                "waiting for generators": 120.0,
+                "waiting for requests": 174,
+            },
+            "run": {
+                "serving": 60.0,
+                "waiting for generators": 1200.0,
+                "waiting for requests": 1740,
+            },
+        },
+        {
+            **{"process": "learner", "role": "learner"},
+            "recent": {"training": 160, "saving": 20, "waiting for a batch": 120},
+            "run": {"training": 1690, "starting": 100, "waiting for a batch": 1200, "away": 10},
+        },
+        {
+            **{"process": "generator-0", "role": "generator"},
+            "recent": {"generating": 294, "waiting for leases": 3, "waiting for the buffer": 3},
+            "run": {"generating": 2970, "waiting for leases": 30},
         },
     ],
 }
@@ -105,6 +131,34 @@ def test_what_is_waited_for_and_the_oldest_lease_are_on_the_screen() -> None:
     assert "waiting for: step 9: need 4 groups, have 3, 2 in flight (for 7.2 s)" in text
     assert text.index("0/41") < text.index("0/40")
     assert "oldest of 2 leases" in text
+
+
+def test_where_the_time_goes_is_on_the_screen_of_late_and_over_the_whole_run() -> None:
+    text = printed(VALUES, width=160)
+    late, _, whole = text.partition("where the time went in 50:00 min")
+    assert "where the time goes, last 5:00 min" in late
+    assert "working 60%, waiting for a batch 40%" in late
+    assert "53 training, 7 saving" in late
+    assert "working 98%, waiting for leases 1%, for the buffer 1%" in late
+    assert "working 60%, waiting for a batch 40%" in whole
+    young = [row | {"run": row["recent"]} for row in VALUES["time"]]
+    assert printed(VALUES | {"time": young}).count("where the time") == 1
+
+
+def test_many_generators_have_one_row_of_their_time() -> None:
+    *others, generator = VALUES["time"]
+    many = [generator | {"process": f"generator-{i}"} for i in range(20)]
+    text = printed(VALUES | {"time": [*others, *many]})
+    assert text.count("20 generators") == 2
+    assert "generator-7" not in text
+
+
+def test_a_bar_has_its_width_whatever_its_parts_are() -> None:
+    for row in VALUES["time"]:
+        for width in (1, 14, 24):
+            assert len(time_bar(row["run"], width=width)) == width
+    assert time_bar({"training": 3, "waiting for a batch": 1}, width=4).plain == "███▒"
+    assert states_text({"away": 3}) == "away 100%"
 
 
 def test_in_80_columns_each_member_still_has_one_row() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.launch.time_table import short, time_table
 from asyncrl.report.reading import read_run
 from asyncrl.report.series import EvalPoint, is_replay
 from asyncrl.report.summary import RunFacts, gather, headline, outcome, prompts_text
@@ -135,6 +137,10 @@ def print_summary(console: Console, run_dir: RunDir) -> None:
     table.add_row("ended", outcome(facts.run))
     table.add_row("files", str(run_dir.path))
     console.print(table)
+    if facts.shares:
+        rows = [asdict(each) for each in facts.shares]
+        title = f"where the time went in {short(facts.clock.total_s)}"
+        console.print(time_table(rows, "seconds", title, width=console.width))
 
 
 def _accuracy(facts: RunFacts, point: EvalPoint) -> str:

@@ -8,6 +8,7 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.launch.time_table import short, time_tables
 from asyncrl.report.reading import in_order
 
 SHOWN_LEASES = 5
@@ -28,6 +29,7 @@ def screen(values: Values, *, width: int) -> RenderableType:
     members = members_table(values, is_wide=width >= WIDE)
     parts: list[RenderableType] = [_head(values), _waiting(values), members]
     parts += [Text(line, style="yellow") for line in refused_lines(values)]
+    parts += time_tables(values.get("time") or [], width=width)
     if values.get("leases"):
         parts.append(leases_table(values))
     return Group(*parts)
@@ -194,17 +196,3 @@ def leases_table(values: Values) -> Table:
             lease["group"], str(lease["attempt"]), lease["member"], short(lease["age_s"]), begun
         )
     return table
-
-
-def short(seconds: float | None) -> str:
-    """As `0.4 s`, `42 s`, `3:07 min` or `2:05 h`; empty for None."""
-    if seconds is None:
-        return ""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 100:
-        return f"{whole} s"
-    if whole < 6000:
-        return f"{whole // 60}:{whole % 60:02d} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
