@@ -21,7 +21,7 @@ from scripted_peers import Generator, Learner, make_config
 
 from asyncrl import transport
 from asyncrl.config import Config
-from asyncrl.config.load import save_resolved
+from asyncrl.config.load import load_resolved, save_resolved
 from asyncrl.journal import fates
 from asyncrl.transport import RefusedError
 
@@ -43,6 +43,11 @@ def begin(run_dir: Path, config: Config) -> Config:
     save_resolved(config, run_dir / "config.yaml")
     (run_dir / "run_id").write_text("run-1")
     return config
+
+
+def config_of(run_dir: Path) -> Config:
+    """That of the run in this directory, whose settings its members must have."""
+    return load_resolved(run_dir / "config.yaml")
 
 
 def start(run_dir: Path) -> subprocess.Popen[str]:
@@ -87,8 +92,10 @@ def test_a_killed_buffer_comes_back_on_its_port_and_the_run_goes_on(
     async def train_through_kills() -> tuple[Learner, int | None]:
         process = start(tmp_path)
         address = address_of(tmp_path, process)
-        learner = Learner(address, "learner-0")
-        generators = [Generator(address, f"generator-{i}") for i in range(2)]
+        learner = Learner(address, "learner-0").fits(config_of(tmp_path))
+        generators = [
+            Generator(address, f"generator-{i}").fits(config_of(tmp_path)) for i in range(2)
+        ]
         try:
             await learner.register()
             workers = [asyncio.create_task(generator.work()) for generator in generators]
@@ -125,7 +132,10 @@ def test_a_buffer_killed_in_the_middle_of_a_step_takes_the_commit_and_the_leases
     async def scenario() -> int | None:
         process = start(tmp_path)
         address = address_of(tmp_path, process)
-        learner, generator = Learner(address, "learner-0"), Generator(address, "generator-0")
+        learner, generator = (
+            Learner(address, "learner-0").fits(config_of(tmp_path)),
+            Generator(address, "generator-0").fits(config_of(tmp_path)),
+        )
         try:
             await learner.register()
             for lease in await generator.lease(4):
@@ -162,7 +172,7 @@ def test_a_buffer_that_was_stopped_for_a_while_blames_nobody(tmp_path: Path) -> 
 
     async def scenario(process: subprocess.Popen[str]) -> None:
         address = address_of(tmp_path, process)
-        generator = Generator(address, "generator-0")
+        generator = Generator(address, "generator-0").fits(config_of(tmp_path))
         held = await generator.lease(4)
         for lease in held:
             await generator.start(lease)
@@ -189,7 +199,10 @@ def test_sigint_once_drains_and_the_run_goes_on_when_it_is_started_again(tmp_pat
     async def life(name: str, *, version: int, interrupt_at: int | None) -> tuple[Learner, int]:
         process = start(tmp_path)
         address = address_of(tmp_path, process)
-        learner, generator = Learner(address, name), Generator(address, f"generator-of-{name}")
+        learner, generator = (
+            Learner(address, name).fits(config_of(tmp_path)),
+            Generator(address, f"generator-of-{name}").fits(config_of(tmp_path)),
+        )
         try:
             await learner.register(version)
             worker = asyncio.create_task(generator.work())
@@ -224,7 +237,10 @@ def test_sigint_once_drains_and_the_run_goes_on_when_it_is_started_again(tmp_pat
 
 def test_a_second_sigint_ends_a_buffer_that_waits_for_its_learner(tmp_path: Path) -> None:
     async def hold_a_batch(address: str) -> None:
-        learner, generator = Learner(address, "learner-0"), Generator(address, "generator-0")
+        learner, generator = (
+            Learner(address, "learner-0").fits(config_of(tmp_path)),
+            Generator(address, "generator-0").fits(config_of(tmp_path)),
+        )
         await learner.register()
         for lease in await generator.lease(4):
             await generator.submit(lease)
@@ -286,7 +302,10 @@ def test_a_second_buffer_of_the_same_run_is_refused(tmp_path: Path) -> None:
 
 def test_an_error_in_serving_is_ours_with_traceback_and_exit_code_1(tmp_path: Path) -> None:
     async def close_a_batch(address: str) -> None:
-        learner, generator = Learner(address, "learner-0"), Generator(address, "generator-0")
+        learner, generator = (
+            Learner(address, "learner-0").fits(config_of(tmp_path)),
+            Generator(address, "generator-0").fits(config_of(tmp_path)),
+        )
         await learner.register()
         worker = asyncio.create_task(generator.work())
         await learner.fetch(0)
@@ -295,7 +314,7 @@ def test_an_error_in_serving_is_ours_with_traceback_and_exit_code_1(tmp_path: Pa
             await peer.close()
 
     async def ask_again(address: str) -> None:
-        learner = Learner(address, "learner-1")
+        learner = Learner(address, "learner-1").fits(config_of(tmp_path))
         await learner.register()
         with pytest.raises(RefusedError, match="the buffer has failed"):
             await learner.fetch(0)
