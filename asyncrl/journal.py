@@ -66,19 +66,25 @@ class _Retain:
 
 class _Recent:
     """The last payloads that came and were not read yet, up to RECENT_BYTES: most are asked for
-    soon, and then need not come from the disk."""
+    soon, and then need not come from the disk. For any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._payloads: dict[PayloadRef, Frame] = {}
         self._num_bytes = 0
 
     def add(self, ref: PayloadRef, payload: Frame) -> None:
-        self._payloads[ref] = payload
-        self._num_bytes += ref.length
-        while self._num_bytes > RECENT_BYTES:
-            self.take(next(iter(self._payloads)))
+        with self._lock:
+            self._payloads[ref] = payload
+            self._num_bytes += ref.length
+            while self._num_bytes > RECENT_BYTES:
+                self._take(next(iter(self._payloads)))
 
     def take(self, ref: PayloadRef) -> Frame | None:
+        with self._lock:
+            return self._take(ref)
+
+    def _take(self, ref: PayloadRef) -> Frame | None:
         payload = self._payloads.pop(ref, None)
         if payload is not None:
             self._num_bytes -= ref.length
@@ -119,11 +125,13 @@ class Journal:
         """Of all payloads that are stored or queued."""
         return self._segments.num_bytes
 
-    def append(self, payload: Frame) -> PayloadRef:
-        """Queues a payload. It is on disk before any change that is written after this call."""
+    def append(self, payload: Frame, *, is_read_soon: bool = True) -> PayloadRef:
+        """Queues a payload. It is on disk before any change that is written after this call.
+        `is_read_soon`: it stays in memory, too, for the first `read`."""
         ref = self._segments.place(len(payload))
         self._queue.put(_Payload(ref, payload))
-        self._recent.add(ref, payload)
+        if is_read_soon:
+            self._recent.add(ref, payload)
         return ref
 
     def write(self, change: Change) -> Future[None]:

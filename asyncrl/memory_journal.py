@@ -35,7 +35,7 @@ class MemoryJournal:
         self.num_bytes = 0
         """Of all payloads that are held."""
 
-    def append(self, payload: Frame) -> PayloadRef:
+    def append(self, payload: Frame, *, is_read_soon: bool = True) -> PayloadRef:
         """Keeps a payload, until `retain` lets go of its group or a change takes it off it."""
         ref = PayloadRef(0, self._num_placed, len(payload))
         self._num_placed += 1

@@ -104,7 +104,7 @@ class JournalRoom:
         if is_filtered and (self._is_low or isinstance(self._journal, MemoryJournal)):
             return None
         self._group_bytes = max(self._group_bytes, len(frame))
-        return self._journal.append(frame)
+        return self._journal.append(frame, is_read_soon=not is_filtered)
 
     def retain(self) -> Future[None]:
         """Deletes payloads that no checkpoint can ask for. The future completes when they are

@@ -267,3 +267,14 @@ def test_rows_that_sqlite_cannot_hold_fail_their_future_and_do_not_hang_the_writ
     with pytest.raises(OverflowError):
         broken.result(timeout=5)
     journal.close()
+
+
+def test_a_payload_that_is_not_read_soon_takes_no_memory_and_can_be_read(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    ref = journal.append(b"seldom", is_read_soon=False)
+    other = journal.append(b"soon")
+    journal.write(Change(groups=(row(0, ref=ref), row(1, ref=other)))).result(timeout=5)
+    (tmp_path / "segments" / "000001").write_bytes(b"SELDOMSOON")
+    assert (journal.read(ref), journal.read(other)) == (b"SELDOM", b"soon")
+    assert journal.read(other) == b"SOON"  # kept for the first time alone
+    journal.close()
