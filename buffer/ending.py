@@ -41,6 +41,7 @@ class Ending:
         self._began_at = now
         self._end: End | None = None
         self._stopped_by = ""
+        self._has_said = False
 
     @property
     def end(self) -> End | None:
@@ -68,6 +69,8 @@ class Ending:
             self._evaluations.due(policy.next_step, now=now)
             if self._evaluations.idle:
                 self._finish(self._why_over(), failed=False)
+        elif policy.exhausted and not self._training.is_present:
+            self._say_who_is_missing()
 
     def stop(self, by: str) -> None:
         """Nothing new is begun. The books stay as they are, so that the run can go on later."""
@@ -89,11 +92,24 @@ class Ending:
     def _is_trained(self, now: float) -> bool:
         """The current learner has trained every step. After a restart it has to say so first, and
         one that has died is waited for: it may come back from an earlier checkpoint."""
+        if self._training.is_done:
+            return True
         learner = self._members.named(self._training.owner)
         here = self._training.is_present and all(member.alive for member in learner)
         away_since = max([self._began_at, *(member.last_seen for member in learner)])
         may_end = here or now - away_since > RETURN_S
         return may_end and self._training.position == self._ledger.policy.next_step
+
+    def _say_who_is_missing(self) -> None:
+        """Once in the life of a buffer that was started again."""
+        if not self._has_said:
+            self._has_said = True
+            log.warning(
+                "all %d steps are assigned, the learner stands at version %d and has not said that "
+                "its last checkpoint is written: start it again. If all is trained, the run ends "
+                "without it in %.0f s",
+                *(self._ledger.policy.next_step, self._training.position, RETURN_S),
+            )
 
     def _why_over(self) -> str:
         steps, config = self._ledger.policy.next_step, self._config
@@ -166,7 +182,8 @@ class Farewell:
             if member.alive or (not member.is_gone and now - member.last_seen < LATELY_S)
         )
         just_resumed = self._books.is_resumed and now - self._began_at < members.silence_s
-        is_away = bool(self._books.training.owner) and self._learner() is None
+        training = self._books.training
+        is_away = bool(training.owner) and not training.is_done and self._learner() is None
         return told and not self._is_training() and not just_resumed and not is_away
 
     def _patience_s(self) -> float:

@@ -133,5 +133,7 @@ class MemberRequests:
 
     async def _leave(self, member: Member, packet: Packet, leave: Leave) -> Message:
         self._run.watch.leave(member, leave, now=time.monotonic())
+        training = self._run.books.training
+        training.is_done = training.is_done or (leave.is_done and member.name == training.owner)
         await self._changes.save()
         return Ok()

@@ -33,6 +33,8 @@ class Training:
         """Highest version number ever published, by any life of the learner."""
         self.end_step: int | None = None
         """The step for which the current learner was told that there is none."""
+        self.is_done = meta.get("done") == "1"
+        """The current learner has said that its last checkpoint and export are written."""
         self.metrics: dict[str, float] = {}
         """What the learner said with its last commit."""
         self._ledger = ledger
@@ -84,7 +86,7 @@ class Training:
             self._fork_from(version)
         self.inc, self.owner = self.inc + 1, member
         self._digest, self.position = message.config_digest, version
-        self.end_step = None
+        self.end_step, self.is_done = None, False
         self._ledger.batches.rewind(version)
         return None
 
@@ -170,6 +172,7 @@ class Training:
             "owner": self.owner,
             "config_digest": self._digest,
             "forks": str(self.num_forks),
+            "done": str(int(self.is_done)),
         }
 
     def take_rows(self) -> tuple[tuple[StepRow, ...], tuple[WeightsRow, ...]]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scripted_peers import Peer, make_config, make_group, rows
-from serving_buffer import play, run_to_end, serving, serving_run
+from serving_buffer import Serving, play, run_to_end, serving, serving_run
 
 from asyncrl.journal import Journal, fates
 from asyncrl.messages import (
@@ -552,6 +552,18 @@ def test_a_run_whose_last_checkpoint_is_never_written_has_not_ended_well(
     play(scenario())
 
 
+async def train_and_die(here: Serving, *, steps: int) -> None:
+    """All is trained, and the learner is killed before it can say that all is written."""
+    learner = here.learner()
+    await learner.register()
+    worker = asyncio.create_task(here.generator().work())
+    for step in range(steps):
+        await learner.fetch(step)
+        await learner.commit()
+    assert isinstance(await learner.fetch(steps), End)
+    await worker
+
+
 def test_a_restarted_buffer_ends_a_trained_run_whose_learner_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -559,7 +571,7 @@ def test_a_restarted_buffer_ends_a_trained_run_whose_learner_does_not_come_back(
 
     async def first_life() -> None:
         async with serving(tmp_path, config) as here:
-            await run_to_end(here)
+            await train_and_die(here, steps=2)
 
     async def second_life() -> None:
         async with serving(tmp_path, config) as here:
@@ -572,6 +584,56 @@ def test_a_restarted_buffer_ends_a_trained_run_whose_learner_does_not_come_back(
     monkeypatch.setattr("buffer.ending.LEAVE_S", 0.5)
     play(second_life())
     assert fates(tmp_path) == {"trained": 8, "not_issued": 4}
+
+
+def test_a_buffer_that_is_started_again_after_all_is_done_leaves_by_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(max_steps=2, network__heartbeat_s=0.1)
+
+    async def first_life() -> None:
+        async with serving(tmp_path, config) as here:
+            await run_to_end(here)
+            assert await asyncio.wait_for(here.task, 10) == 0
+
+    async def second_life() -> None:
+        async with serving(tmp_path, config) as here:
+            assert await asyncio.wait_for(here.task, 5) == 0
+
+    async def with_a_learner() -> None:
+        async with serving(tmp_path, config) as here:
+            await asyncio.sleep(0)
+            learner = here.learner("learner-1")
+            await learner.register(2)
+            assert isinstance(await learner.fetch(2), End)
+            assert not here.run.books.training.is_done  # it may write its checkpoint once more
+
+    play(first_life())
+    caplog.set_level(logging.INFO)
+    play(second_life())
+    assert "the run has ended: all 2 steps of max_steps are trained" in caplog.text
+    play(with_a_learner())
+
+
+def test_a_buffer_that_waits_for_a_learner_to_end_the_run_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(max_steps=2)
+
+    async def first_life() -> None:
+        async with serving(tmp_path, config) as here:
+            await train_and_die(here, steps=2)
+
+    async def second_life() -> None:
+        async with serving(tmp_path, config) as here:
+            while "start it again" not in caplog.text:
+                await asyncio.sleep(0.01)
+            assert here.run.end is None
+
+    play(first_life())
+    play(second_life())
+    [told] = [text for text in caplog.messages if "start it again" in text]
+    assert "all 2 steps are assigned, the learner stands at version 2" in told
 
 
 def test_one_reply_carries_no_more_large_rows_than_fit(tmp_path: Path) -> None:
