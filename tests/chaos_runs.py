@@ -21,7 +21,7 @@ NUM_PROMPTS = 64
 PROMPTS_PER_STEP = 4
 NUM_STEPS = NUM_PROMPTS // PROMPTS_PER_STEP
 LAST_KILL_AT = 56
-"""Groups that have come in at the last kill, at most: the run is not over yet."""
+"""Groups that have come in or been let go at the last kill, at most: the run is not over yet."""
 LONGEST_DELAY_S = 0.5
 EVERYBODY = ("buffer", "generator-0", "learner", "generator-1")
 NAMES_OF_TENSORS = ("model", "exp_avg", "exp_avg_sq")
@@ -29,7 +29,8 @@ NAMES_OF_TENSORS = ("model", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """SIGKILL for `victim`, `delay_s` after so many groups have come in; started again at once."""
+    """SIGKILL for `victim`, `delay_s` after so many groups have come in or been let go; it is
+    started again at once."""
 
     victim: str
     num_groups: int
@@ -150,7 +151,8 @@ class Chaos:
     def _is_time(self, kill: Kill) -> bool:
         ended = {name: p.process.poll() for name, p in self.programs.items()}
         assert set(ended.values()) == {None}, f"{kill}: {ended}\n{self.shells.logs()}"
-        return len(_kept(self.groups())) >= kill.num_groups
+        settled = [row for row in self.groups() if row["finished_at"] is not None]
+        return len(settled) >= kill.num_groups
 
     def _delay(self, seconds: float) -> None:
         """Until then, or until somebody has ended."""

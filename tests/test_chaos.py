@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from chaos_runs import (
     NUM_PROMPTS,
-    NUM_STEPS,
     PROMPTS_PER_STEP,
     Chaos,
     chaos,
@@ -19,6 +18,7 @@ from chaos_runs import (
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 BOUND = 2
+BIMODAL = ("buffer.order=ready", "buffer.zero_variance=drop", "generator.scripted.slow_share=0.1")
 FAST = "generator.scripted.tokens_per_s=1000"
 
 
@@ -71,16 +71,40 @@ def test_a_learner_that_dies_costs_no_generation(
         assert run.tensors() == undisturbed
 
 
-def check_promises(run: Chaos) -> None:
-    """Trained groups are the data, in its order; none was made twice, none was too old."""
-    assert run.shells.fates() == {"trained": NUM_PROMPTS}
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [5, 6, 7])
+@pytest.mark.parametrize("on_late", ["wait", "drop", "reissue"])
+def test_any_order_and_what_is_late_keep_the_promises_but_the_batches(
+    config: Path, tmp_path: Path, on_late: str, seed: int
+) -> None:
+    with chaos(config, tmp_path, *BIMODAL, f"buffer.on_late={on_late}") as run:
+        run.play(draw_kills(seed, count=10))
+        fates = check_books(run)
+        assert set(fates) <= {"trained", "filtered", *(["stale"] if on_late == "drop" else [])}
+        assert fates["trained"] >= NUM_PROMPTS // 2
+
+
+def check_books(run: Chaos) -> Counter[str]:
+    """Groups by fate: they are the data, each prompt is in one step or has a fate, none was made
+    twice, none was too old."""
     groups = run.groups()
-    assert [(row["epoch"], row["position"]) for row in groups] == [
+    assert sorted((row["epoch"], row["position"]) for row in groups) == [
         (0, position) for position in range(NUM_PROMPTS)
     ]
-    assert Counter(row["step"] for row in groups) == dict.fromkeys(
-        range(NUM_STEPS), PROMPTS_PER_STEP
-    )
-    assert {record["step"] for record in run.shells.steps()} == set(range(NUM_STEPS))
+    fates = Counter(row["state"] for row in groups)
+    assert run.shells.fates() == fates
+    assert all((row["state"] == "trained") == (row["step"] is not None) for row in groups)
+    sizes = Counter(row["step"] for row in groups if row["step"] is not None)
+    assert set(sizes) == {record["step"] for record in run.shells.steps()}
+    assert set(sizes.values()) <= set(range(1, PROMPTS_PER_STEP + 1))
     run.check_kept()
     run.check_bound(BOUND)
+    return fates
+
+
+def check_promises(run: Chaos) -> None:
+    """All prompts are trained, in the order of the data."""
+    assert check_books(run) == {"trained": NUM_PROMPTS}
+    groups = run.groups()
+    assert [row["position"] for row in groups] == list(range(NUM_PROMPTS))
+    assert [row["step"] for row in groups] == [i // PROMPTS_PER_STEP for i in range(NUM_PROMPTS)]
