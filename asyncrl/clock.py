@@ -10,7 +10,7 @@ from collections import defaultdict
 class PhaseClock:
     """Seconds by phase. `enter` ends one phase and begins the next at the same instant.
 
-    Phases are entered by one thread; any thread may look.
+    Phases are entered by one thread; any thread may look, and say with `instead` what one is.
     """
 
     def __init__(self, phase: str) -> None:
@@ -26,11 +26,13 @@ class PhaseClock:
 
     def enter(self, phase: str) -> None:
         with self._lock:
-            now = time.monotonic()
-            self._seconds[self._phase] += now - self._since
-            if phase != self._phase:
-                self._began = now
-            self._phase, self._since = phase, now
+            self._enter(phase)
+
+    def instead(self, of: str, phase: str) -> None:
+        """Enters `phase` if the present one is `of`."""
+        with self._lock:
+            if self._phase == of:
+                self._enter(phase)
 
     def phase_s(self) -> float:
         """How long the present phase has lasted."""
@@ -52,3 +54,10 @@ class PhaseClock:
             for phase, seconds in self._taken.items()
             if seconds > before.get(phase, 0.0)
         }
+
+    def _enter(self, phase: str) -> None:
+        now = time.monotonic()
+        self._seconds[self._phase] += now - self._since
+        if phase != self._phase:
+            self._began = now
+        self._phase, self._since = phase, now

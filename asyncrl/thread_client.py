@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -41,6 +41,10 @@ class ThreadClient:
     @property
     def address(self) -> str:
         return self._client.address
+
+    def heed_line(self, on_line: Callable[[bool], None]) -> None:
+        """`on_line` becomes Client.on_line; it runs in the thread."""
+        self._client.on_line = on_line
 
     def connect(self, *, deadline_s: float) -> Welcome:
         return self._run(self._client.connect(deadline_s=deadline_s)).result()

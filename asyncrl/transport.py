@@ -16,6 +16,7 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.handshake import mismatches, refusal
 from asyncrl.log_limits import Seldom, cut
@@ -96,6 +97,8 @@ class Client:
         """After the first welcome it names the run."""
         self.welcome: Welcome | None = None
         """The last one."""
+        self.on_line: Callable[[bool], None] = lambda is_up: None
+        """Called on the event loop when the buffer is there (again), and when it no longer is."""
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Packet]] = {}
         self._ignored = Seldom(log)
@@ -107,7 +110,8 @@ class Client:
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * PING_S))
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(3000 * PING_S))
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = self._socket.get_monitor_socket(events)
         self._monitor.linger = 0
         self._socket.connect(address)
         self._connected: asyncio.Future[None] = asyncio.Future()
@@ -194,9 +198,12 @@ class Client:
 
     async def _watch(self) -> None:
         while True:
-            await self._monitor.recv_multipart()
-            self._connected.set_result(None)
-            self._connected = asyncio.Future()
+            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+            is_up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.on_line(is_up)
+            if is_up:
+                self._connected.set_result(None)
+                self._connected = asyncio.Future()
 
     async def _read(self) -> None:
         while True:

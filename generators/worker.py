@@ -31,8 +31,9 @@ class Worker:
     for newer weights. Groups are tasks of their own: scoring one overlaps generating the next.
 
     Its clock is in exactly one phase: starting; generating; scoring (nothing runs in the engine,
-    and groups in hand wait for their rewards or for the buffer); swapping (the engine stands still
-    for new weights); waiting for leases.
+    and groups in hand wait for their rewards); swapping (the engine stands still for new weights);
+    waiting for the buffer (it has yet to take in what is finished, or is not there); waiting for
+    leases.
     """
 
     def __init__(
@@ -70,10 +71,12 @@ class Worker:
             on_pause=self._on_pause,
             on_swap=self._on_weights,
         )
+        client.on_line = self._on_line
         self._tasks: set[asyncio.Task[None]] = set()
         self._swapped = asyncio.Event()
         self._held: dict[tuple[int, ...], Work] = {}
-        self._num_in_hand = 0
+        self._num_in_hand = self._num_told = 0
+        self._is_buffer_there = True
         self._has_started = False
         self._is_paused = False
         self._paused_s = 0.0
@@ -127,6 +130,10 @@ class Worker:
         self._is_paused = is_paused
         self._enter_phase()
 
+    def _on_line(self, is_up: bool) -> None:
+        self._is_buffer_there = is_up
+        self._enter_phase()
+
     def _enter_phase(self) -> None:
         if not self._has_started:
             return
@@ -134,8 +141,12 @@ class Worker:
             phase = "swapping"
         elif self._room.num_running:
             phase = "generating"
+        elif self._num_in_hand > self._num_told:
+            phase = "scoring"
+        elif self._num_told or not self._is_buffer_there:
+            phase = "waiting for the buffer"
         else:
-            phase = "scoring" if self._num_in_hand else "waiting for leases"
+            phase = "waiting for leases"
         if phase != self._clock.phase:
             self._clock.enter(phase)
 
@@ -194,11 +205,14 @@ class Worker:
         if lease.kind == "train":
             self._held[key] = work
         message, frames = await self._finish(work)
+        self._num_told += 1
+        self._enter_phase()
         packet = await self._client.call(
             message, frames=frames, deadline_s=self._config.network.buffer_timeout_s
         )
         self._held.pop(key, None)
         self._num_in_hand -= 1
+        self._num_told -= 1
         self._enter_phase()
         if packet.message.verdict == "invalid":
             log.warning("group %s was refused: %s", lease.group_id, packet.message.reason)

@@ -43,6 +43,7 @@ def join(config: Config, run_dir: RunDir, *, address: str, clock: PhaseClock) ->
     run_id = run_dir.read_run_id()
     hello = Hello.here("learner", name="learner", run_id=run_id, settings=settings)
     client = ThreadClient(address, hello=hello)
+    client.heed_line(lambda is_up: _on_line(clock, is_up))
     welcome = client.connect(deadline_s=config.network.wait_for_buffer_s)
 
     def look() -> Heartbeat:
@@ -58,6 +59,12 @@ def join(config: Config, run_dir: RunDir, *, address: str, clock: PhaseClock) ->
     )
     signs.start()
     return Connection(client, signs)
+
+
+def _on_line(clock: PhaseClock, is_up: bool) -> None:
+    """Without a buffer nobody waits for a batch, but for the buffer."""
+    without, with_buffer = "wait_buffer", "wait_batch"
+    clock.instead(without if is_up else with_buffer, with_buffer if is_up else without)
 
 
 def leave(client: ThreadClient, reason: str, *, is_done: bool = False) -> None:

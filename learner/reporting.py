@@ -34,6 +34,8 @@ def state_in_words(phase: str, *, version: int, committed: int) -> str:
     if phase in _OF_A_STEP:
         step = f"replaying step {version}" if version < committed else f"step {version}"
         return f"{step}: {_OF_A_STEP[phase]}"
+    if phase == "wait_buffer":
+        return "waiting for the buffer"
     if phase == "wait_batch":
         return f"waiting for the batch of step {version}"
     return _OF_A_VERSION[phase].format(version) if phase in _OF_A_VERSION else "starting"

@@ -15,7 +15,7 @@ from small_buffer import WAIT_S, SmallBuffer
 import generators.weights_in
 from asyncrl.config.schema import Config
 from asyncrl.messages import Verdict
-from asyncrl.transport import Unreachable
+from asyncrl.transport import Server, Unreachable
 from asyncrl.types import Completion, Int32Array, Sampling, WeightId
 from asyncrl.versions import sample_seed
 from generators.engine import EngineError, RequestError, StagingError, SwapTimes
@@ -220,6 +220,29 @@ def test_phases_exclude_each_other_and_add_up(config: Config, tokens: Tokens) ->
     assert seconds["scoring"] > 0.2
     assert seconds["swapping"] == pytest.approx(0.2, abs=0.1)
     assert seconds["generating"] > 0.04
+
+
+def test_without_a_buffer_a_generator_waits_for_the_buffer_and_not_for_leases(
+    config: Config, tokens: Tokens, rewards: RewardWorkers
+) -> None:
+    async def scenario() -> None:
+        scene = Scene(config, tokens, rewards, [])
+        async with scene as running:
+
+            def does(state: str) -> bool:
+                return running.worker.look().state.startswith(state)
+
+            await running.buffer.until(lambda: does("waiting for leases"))
+            await scene.server.__aexit__(None, None, None)
+            await running.buffer.until(lambda: does("waiting for the buffer"))
+            back = Server(running.address, running.buffer.handle)
+            task = asyncio.create_task(back.serve())
+            await running.buffer.until(lambda: does("waiting for leases"))
+            await running.done()
+            task.cancel()
+            await back.close()
+
+    run(scenario())
 
 
 def test_room_in_the_engine_bounds_what_is_leased(
