@@ -11,11 +11,12 @@ from pathlib import Path
 from scripted_peers import make_config
 from serving_buffer import play, serving
 
-from asyncrl.journal import fates, open_read_only
-from asyncrl.journal_tables import BeatRow
+from asyncrl.journal import Journal, fates, open_read_only
+from asyncrl.journal_tables import BeatRow, Change
 from asyncrl.types import WeightId
-from buffer.history import IDLE_ROW_S, History
+from buffer.history import IDLE_ROW_S, History, earlier_beats
 from buffer.members import Member
+from buffer.recent import RECENT_S, Recent, time_values
 
 
 class Heard:
@@ -76,6 +77,49 @@ def test_rows_wait_for_somebody_elses_transaction_only_so_long() -> None:
     assert heard.history.is_due(now=16.0)
     heard.history.take_rows()
     assert not heard.history.is_due(now=100.0)
+
+
+def beat_at(age: float, *, member: str = "generator-0-aaaa", began: float = 0.0) -> BeatRow:
+    """Of a generator that waits every second second."""
+    seconds = json.dumps({"generating": age / 2, "waiting for leases": age / 2})
+    return BeatRow(began + age, member, "generator", "generating", seconds, 0, 0)
+
+
+def test_what_the_status_keeps_tells_of_the_whole_run_and_of_the_last_minutes() -> None:
+    recent = Recent()
+    for age in range(5, 4005, 5):
+        recent.add(beat_at(float(age)))
+    assert len(recent.rows()) < 40
+    [row] = time_values(recent.rows(), now=4000.0)
+    assert row["process"] == "generator-0"
+    assert row["run"] == {"generating": 2000, "waiting for leases": 2000}
+    assert row["recent"] == {"generating": RECENT_S / 2, "waiting for leases": RECENT_S / 2}
+
+
+def test_a_buffer_that_comes_back_knows_where_the_time_went_before(tmp_path: Path) -> None:
+    first = [beat_at(float(age)) for age in range(5, 65, 5)]
+    second = [beat_at(30.0, member="generator-0-bbbb", began=90.0)]
+    journal = Journal(tmp_path)
+    journal.write(Change(beats=(*first, *second))).result()
+    journal.close()
+    recent = Recent()
+    for row in earlier_beats(tmp_path):
+        recent.add(row)
+    [told] = time_values(recent.rows(), now=120.0)
+    assert told["run"] == {"generating": 45, "waiting for leases": 45, "away": 30}
+    assert earlier_beats(tmp_path / "elsewhere") == []
+
+
+def test_at_the_end_what_members_said_last_is_kept() -> None:
+    heard = Heard()
+    heard.beat(5.0, "generating", 100, generating=4.0)
+    heard.beat(7.0, "generating", 100, generating=6.0)
+    heard.member.last_seen = 7.0
+    heard.history.note_last([heard.member])
+    [row] = heard.history.take_rows()
+    assert (row.at, json.loads(row.seconds)) == (1007.0, {"generating": 6.0})
+    heard.history.note_last([heard.member])
+    assert heard.history.take_rows() == ()
 
 
 def test_the_journal_tells_who_did_what_and_when_while_the_run_goes_on(tmp_path: Path) -> None:
