@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from local_runs import REPOSITORY, Finished, run_local
+from recorded_runs import launch_replay
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.load import load_resolved
@@ -53,6 +54,20 @@ def test_final_policy_is_a_plain_hugging_face_directory(trained: Finished) -> No
 def test_nothing_is_left_in_shared_memory(trained: Finished) -> None:
     run_dir = RunDir(trained.run_dir)
     assert not run_dir.weights(load_resolved(run_dir.config)).exists()
+
+
+@pytest.mark.slow
+def test_a_replay_without_an_engine_gives_the_parameters_of_the_run(
+    trained: Finished, tmp_path: Path
+) -> None:
+    process = launch_replay(trained.run_dir, f"output_dir={tmp_path}")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "have the digest of the recorded run" in errors
+    assert "fork" not in errors
+    final = Path("final") / "model.safetensors"
+    replayed = tmp_path / f"{trained.run_dir.name}-replay" / final
+    assert replayed.read_bytes() == (trained.run_dir / final).read_bytes()
 
 
 @pytest.mark.slow

@@ -87,6 +87,18 @@ def test_a_killed_replay_goes_on_by_the_same_command(config: Path, tmp_path: Pat
     assert_same_end(finished.run_dir, tmp_path / "run-replay")
 
 
+def test_a_run_that_began_from_the_checkpoint_of_another_one_is_replayed_from_there(
+    config: Path, tmp_path: Path
+) -> None:
+    first = run_local(config, "max_steps=4", directory=tmp_path, name="first")
+    origin = first.run_dir / "checkpoints" / "version-00000004"
+    second = run_local(config, f"checkpoint.resume={origin}", directory=tmp_path, name="second")
+    assert second.code == 0, second.logs()
+    same, all_ = compared(replay(second.run_dir))
+    assert same == all_ > 0
+    assert_same_end(second.run_dir, tmp_path / "second-replay")
+
+
 def test_a_run_that_goes_on_is_replayed_up_to_where_it_is(config: Path, tmp_path: Path) -> None:
     slow = ("generator.scripted.tokens_per_s=1", "generator.max_concurrent_rollouts=8")
     with launched(config, *slow, "max_steps=15", directory=tmp_path) as launcher:
