@@ -31,6 +31,7 @@ from buffer.room import open_journal
 from buffer.run import Run
 from buffer.server import BufferServer
 
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 TERMINATED = 143
 """Exit code after SIGTERM, or a second SIGINT (128 + 15)."""
 
@@ -50,6 +51,8 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    finally:
+        _ignore_signals()
 
 
 async def _serve(config: Config, run_dir: RunDir, clock: LoopClock) -> int:
@@ -96,7 +99,11 @@ def _listen(run: Run, address: str, run_dir: RunDir, clock: LoopClock) -> Buffer
 
 
 def _obey_signals(server: BufferServer) -> asyncio.Event:
-    """Returns what is set once the buffer is to end at once."""
+    """Returns what is set once the buffer is to end at once.
+
+    Python's own handlers, which stay when the loop is closed: a further signal does not cut short
+    what the end still has to do.
+    """
     loop, stopped, draining = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def stop() -> None:
@@ -109,9 +116,19 @@ def _obey_signals(server: BufferServer) -> asyncio.Event:
         draining.set()
         server.drain("SIGINT")
 
-    loop.add_signal_handler(signal.SIGTERM, stop)
-    loop.add_signal_handler(signal.SIGINT, drain)
+    def obey(number: int, frame: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stop if number == signal.SIGTERM else drain)
+
+    for number in _ENDING:
+        signal.signal(number, obey)
     return stopped
+
+
+def _ignore_signals() -> None:
+    """From here on the exit code is decided."""
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

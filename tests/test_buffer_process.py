@@ -258,6 +258,20 @@ def test_a_second_sigint_ends_a_buffer_that_waits_for_its_learner(tmp_path: Path
         assert process.wait(timeout=5) == 143
 
 
+@pytest.mark.parametrize("gap_s", [0.0, 0.01, 0.05])
+def test_many_sigints_end_the_buffer_with_a_code_of_its_own(tmp_path: Path, gap_s: float) -> None:
+    begin(tmp_path, make_config())
+    with buffer_process(tmp_path) as process:
+        address_of(tmp_path, process)
+        for _ in range(20):
+            process.send_signal(signal.SIGINT)
+            time.sleep(gap_s)
+        code = process.wait(timeout=5)
+        assert code in (130, 143)  # 130: it had drained before the second one came
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
 def test_sigint_without_members_ends_the_buffer_at_once(tmp_path: Path) -> None:
     begin(tmp_path, make_config())
     with buffer_process(tmp_path) as process:
