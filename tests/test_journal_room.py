@@ -125,11 +125,17 @@ def test_200_megabytes_through_a_cap_of_20_leave_the_disk_under_it(tmp_path: Pat
     play(scenario())
 
 
-@pytest.mark.parametrize(("staleness", "keep_last"), [(0, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("staleness", "keep_last", "order"), [(0, 1, "fifo"), (1, 2, "fifo"), (2, 1, "ready")]
+)
 def test_the_least_cap_that_is_allowed_is_enough_for_a_run_that_filters(
-    tmp_path: Path, staleness: int, keep_last: int
+    tmp_path: Path, staleness: int, keep_last: int, order: str
 ) -> None:
-    settings: dict[str, Any] = {"max_staleness": staleness, "checkpoint__keep_last": keep_last}
+    settings: dict[str, Any] = {
+        "max_staleness": staleness,
+        "checkpoint__keep_last": keep_last,
+        "buffer__order": order,
+    }
     with pytest.raises(ValueError, match="is too little") as refusal:
         open_and_close(tmp_path, small_config(buffer__max_journal_gb=0.0001, **settings))
     least = float(str(refusal.value).split("Use ")[1].split()[0])
