@@ -13,11 +13,11 @@ LOCK_DIR := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/asyncrl
 LOCK := $(LOCK_DIR)/heavy.lock
 ONE_AT_A_TIME := $(if $(shell command -v flock 2>/dev/null),flock -o $(LOCK),)
 
-.PHONY: help setup demo test test-fast test-slow check format docs clean
+.PHONY: help setup demo test test-fast test-slow check format bench-buffer docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 setup: $(READY)  ## make .venv with everything in it (4 minutes, once)
 
@@ -51,6 +51,9 @@ check: $(READY)  ## lint, format, types
 format: $(READY)  ## mend what ruff can mend
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
+
+bench-buffer: $(READY) | lock  ## rollouts/s through the buffer, beside bare writes and echo (4 minutes)
+	@$(ONE_AT_A_TIME) $(BIN)/python benchmarks/bench_buffer.py $(ARGS)
 
 docs: $(READY)  ## write docs/configuration.md anew from the field docs
 	@$(BIN)/python -P -m asyncrl.config.reference > docs/configuration.md

@@ -180,7 +180,7 @@ def decode_columns(frame: Frame) -> GroupColumns:
 
     Raises WireError when the header, a length or a value does not fit.
     """
-    data = view(frame)
+    data = view(frame).toreadonly()
     try:
         (header_length,) = struct.unpack_from("<I", data)
         header = _GroupHeader.model_validate(_unpack(data[4 : 4 + header_length], MAX_HEADER_BYTES))
@@ -198,7 +198,6 @@ def decode_columns(frame: Frame) -> GroupColumns:
     for name, dtype in (("prompt_ids", "<i4"), *_ARRAYS):
         count = header.prompt if name == "prompt_ids" else num_tokens
         arrays[name] = np.frombuffer(data, dtype, count, offset)
-        arrays[name].flags.writeable = False
         offset += arrays[name].nbytes
     return GroupColumns(
         id=GroupId(*header.group),

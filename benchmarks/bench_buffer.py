@@ -129,13 +129,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=None)
     arguments = parser.parse_args()
     producers = arguments.producers or ((8,) if arguments.quick else PRODUCERS)
-    rounds = arguments.rounds or (1 if arguments.quick else 5)
+    rounds = arguments.rounds or (1 if arguments.quick else 3)
     cells = []
     for num_tokens in arguments.tokens:
         for number in producers:
             cells.append(measure(num_tokens, number, rounds=rounds, seconds=1.0))
             Console(stderr=True).print(f"{num_tokens} tokens, {number} producers: done")
-    Console(width=130).print(table(cells))
+    Console(width=170).print(table(cells))
     save_result("bench_buffer", {"cells": [cell.result() for cell in cells]})
 
 
@@ -172,34 +172,23 @@ def measure(num_tokens: int, producers: int, *, rounds: int, seconds: float) -> 
 
 def table(cells: list[Cell]) -> Table:
     shown = Table(title="Groups of 8 rollouts through the buffer: median (minimum - maximum)")
-    shown.add_column("tokens, producers")
-    for name in ("journal on", "off"):
-        shown.add_column(f"{name}: rollouts/s", justify="right")
-    for name in ("on", "off", "bare writes", "bare echo"):
-        shown.add_column(f"{name} MB/s", justify="right")
-    shown.add_column("on / writes", justify="right")
-    shown.add_column("off / echo", justify="right")
-    shown.add_column("cores (on): buffer, load", justify="right")
+    names = ["tokens", "producers", "on: rollouts/s", "off: rollouts/s", "on MB/s", "off MB/s"]
+    names += ["writes MB/s", "echo MB/s", "on/writes", "off/echo", "cores: buffer", "load"]
+    for name in names:
+        shown.add_column(name, justify="right")
     for cell in cells:
-        rollouts = [
-            " - ".join(f"{GROUP_SIZE * rate:,.0f}" for rate in (least, most)).join(
-                (f"{GROUP_SIZE * middle:,.0f} (", ")")
-            )
-            for least, middle, most in (cell.spread(n, "groups_per_s") for n in ("on", "off"))
-        ]
-        speeds = [
-            f"{cell.spread(name, 'mb_per_s')[1]:,.0f}" for name in ("on", "off", "writes", "echo")
-        ]
+        rates = [_spread(cell.spread(name, "groups_per_s")) for name in ("on", "off")]
+        kinds = ("on", "off", "writes", "echo")
+        speeds = [f"{cell.spread(kind, 'mb_per_s')[1]:,.0f}" for kind in kinds]
+        ratios = [f"{cell.ratio(*pair):.2f}" for pair in (("on", "writes"), ("off", "echo"))]
         cores = [f"{cell.spread('on', key)[1]:.2f}" for key in ("buffer_cores", "load_cores")]
-        shown.add_row(
-            f"{cell.num_tokens}, {cell.producers}",
-            *rollouts,
-            *speeds,
-            f"{cell.ratio('on', 'writes'):.2f}",
-            f"{cell.ratio('off', 'echo'):.2f}",
-            ", ".join(cores),
-        )
+        shown.add_row(f"{cell.num_tokens}", f"{cell.producers}", *rates, *speeds, *ratios, *cores)
     return shown
+
+
+def _spread(groups_per_s: tuple[float, float, float]) -> str:
+    least, middle, most = (GROUP_SIZE * rate for rate in groups_per_s)
+    return f"{middle:,.0f} ({least:,.0f} - {most:,.0f})"
 
 
 def _config(run_dir: Path, num_tokens: int, durability: str) -> Config:

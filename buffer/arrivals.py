@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +44,8 @@ class Arrival:
 
 
 def summarize(group: GroupColumns) -> Arrival:
-    token_versions = _counts(_written(group, group.versions))
+    written = group.loss_mask
+    token_versions = _counts(group.versions if written.all() else group.versions[written])
     return Arrival(
         source=group.source,
         oldest_version=min(token_versions, default=None),
@@ -58,6 +58,7 @@ def summarize(group: GroupColumns) -> Arrival:
 
 def fault(
     group: GroupColumns,
+    arrival: Arrival,
     submit: Submit,
     *,
     max_rollouts: int,
@@ -65,8 +66,8 @@ def fault(
     temperature: float,
     newest: WeightId,
 ) -> str | None:
-    """Why this group must not be accepted, or None. `newest` has the current life of the learner
-    and the newest published version."""
+    """Why this group, summarized in `arrival`, must not be accepted, or None. `newest` has the
+    current life of the learner and the newest published version."""
     if [*group.id] != submit.group or group.attempt != submit.attempt:
         return (
             f"the frame holds group {group.id} attempt {group.attempt}, the message says "
@@ -80,11 +81,17 @@ def fault(
         return f"it was sampled at temperature {group.temperature:g}, leased at {temperature:g}"
     if group.inc > newest.inc:
         return f"it has weights of learner number {group.inc}, the current one is {newest.inc}"
-    return _token_fault(group, max_length=max_length, newest=newest.version)
+    versions = arrival.token_versions
+    if versions and not 0 <= min(versions) <= max(versions) <= newest.version:
+        return (
+            f"it has tokens of versions {min(versions)} to {max(versions)}, the newest published "
+            f"one is {newest.version}"
+        )
+    return _token_fault(group, max_length=max_length)
 
 
-def _token_fault(group: GroupColumns, *, max_length: int, newest: int) -> str | None:
-    """The whole group at once: its rollouts are looked at one by one only to say which it is."""
+def _token_fault(group: GroupColumns, *, max_length: int) -> str | None:
+    """The whole group at once: its rollouts are told apart only to say which it is."""
     longest = max(group.lengths)
     if longest > max_length:
         index = group.lengths.index(longest)
@@ -93,21 +100,10 @@ def _token_fault(group: GroupColumns, *, max_length: int, newest: int) -> str | 
         place = int(group.token_ids.argmin())
         return f"rollout {_rollout_of(group, place)} has a token id of {group.token_ids[place]}"
     finite = np.isfinite(group.logprobs)
-    if not finite.all() and not _written(group, finite).all():
+    if not finite.all() and (~finite & group.loss_mask).any():
         place = int((~finite & group.loss_mask).argmax())
         return f"rollout {_rollout_of(group, place)} has a log-probability that is not finite"
-    versions = _written(group, group.versions)
-    if len(versions) and not 0 <= versions.min() <= versions.max() <= newest:
-        return (
-            f"it has tokens of versions {versions.min()} to {versions.max()}, the newest published "
-            f"one is {newest}"
-        )
     return None
-
-
-def _written(group: GroupColumns, values: NDArray[Any]) -> NDArray[Any]:
-    """Those of the tokens that the policy wrote. Not copied where it wrote all."""
-    return values if group.loss_mask.all() else values[group.loss_mask]
 
 
 def _counts(values: NDArray[np.int32]) -> dict[int, int]:

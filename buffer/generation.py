@@ -16,7 +16,7 @@ from asyncrl.messages import (
     Verdict,
 )
 from asyncrl.types import GroupId, WeightId
-from asyncrl.wire import Frame, GroupColumns, WireError, decode_columns
+from asyncrl.wire import Frame, WireError, decode_columns
 from buffer.arrivals import Arrival, fault, summarize
 from buffer.books import Books
 from buffer.leases import Late
@@ -86,13 +86,13 @@ class Generation:
     ) -> Verdict:
         """Takes a finished group, if it is valid, the first, and young enough."""
         try:
-            group = self._decode(message, frames, newest)
+            arrival = self._arrival(message, frames, newest)
         except WireError as error:
             return self._invalid(member, message, str(error), now)
         self._suspension.worked(member)
         if message.kind == "eval":
-            return self._submit_eval(message, summarize(group), now)
-        return self._submit_train(member, message, summarize(group), frames[0], now)
+            return self._submit_eval(message, arrival, now)
+        return self._submit_train(member, message, arrival, frames[0], now)
 
     def failed(self, member: Member, message: Failed, *, now: float) -> Verdict:
         """A generator gives a lease back."""
@@ -133,14 +133,16 @@ class Generation:
         needed = self._ledger.next_min_version()
         return self._evaluations.has_row(serving) or (needed is not None and needed <= serving)
 
-    def _decode(self, message: Submit, frames: Sequence[Frame], newest: WeightId) -> GroupColumns:
-        """The group in the one frame. Raises WireError for one that must not be accepted."""
+    def _arrival(self, message: Submit, frames: Sequence[Frame], newest: WeightId) -> Arrival:
+        """What is in the one frame. Raises WireError for one that must not be accepted."""
         if len(frames) != 1:
             raise WireError(f"{len(frames)} frames with one group")
         group = decode_columns(frames[0])
+        arrival = summarize(group)
         config, is_eval = self._config, message.kind == "eval"
         problem = fault(
             group,
+            arrival,
             message,
             max_rollouts=config.eval.samples if is_eval else config.group_size,
             max_length=config.data.max_response_length,
@@ -149,7 +151,7 @@ class Generation:
         )
         if problem is not None:
             raise WireError(problem)
-        return group
+        return arrival
 
     def _eval_lease(self, member: Member, serving: int, now: float) -> Lease | None:
         granted = self._evaluations.lease(member.name, serving_version=serving, now=now)
