@@ -35,7 +35,7 @@ from asyncrl.messages import (
 from asyncrl.transport import Client
 from asyncrl.types import GroupId, Rollout, RolloutGroup, WeightId
 from asyncrl.versions import sample_seed
-from asyncrl.wire import Packet, decode_group, encode_group
+from asyncrl.wire import Packet, decode_group, encode_group, view
 
 CALL_S = 20.0
 RewardOf = Callable[[GroupId, int], float | None]
@@ -247,7 +247,7 @@ class Learner(Peer):
                 self.waits.append(reply)
                 continue
             if isinstance(reply, Batch):
-                self.batches[step] = (reply, packet.frames)
+                self.batches[step] = (reply, tuple(bytes(view(frame)) for frame in packet.frames))
             return reply
 
     async def commit(self) -> bool:

@@ -23,6 +23,7 @@ from asyncrl.wire import (
     decode_group,
     encode,
     encode_group,
+    view,
 )
 
 EXAMPLES: list[m.Message] = [
@@ -144,7 +145,7 @@ def test_a_message_with_one_changed_byte_is_decoded_or_refused(
     which: int, place: int, byte: int
 ) -> None:
     [header] = encode(EXAMPLES[which], id=3)
-    changed = bytearray(header)
+    changed = bytearray(view(header))
     changed[place % len(changed)] = byte
     with suppress(WireError):
         decode([bytes(changed)])
