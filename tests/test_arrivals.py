@@ -30,7 +30,7 @@ GROUP = make_group(LEASE, version=4, inc=1, length=5)
 
 def changed(index: int, **columns: Any) -> RolloutGroup:
     """GROUP with other arrays in one of its rollouts."""
-    arrays = {
+    arrays: dict[str, Any] = {
         name: np.array(values, getattr(GROUP.rollouts[0], name).dtype)
         for name, values in columns.items()
     }
@@ -66,7 +66,9 @@ def test_tokens_are_counted_by_version_where_the_policy_wrote_them() -> None:
 
 
 def test_a_group_without_a_written_token_has_no_oldest_version() -> None:
-    empty = {name: [] for name in ("token_ids", "logprobs", "versions", "loss_mask")}
+    empty: dict[str, Any] = {
+        name: [] for name in ("token_ids", "logprobs", "versions", "loss_mask")
+    }
     rollouts = tuple(changed(i, **empty).rollouts[i] for i in range(3))
     arrival = arrival_of(replace(GROUP, rollouts=rollouts))
     assert arrival.oldest_version is None and arrival.lengths == (0, 0, 0)
