@@ -22,6 +22,7 @@ from asyncrl.address import Address
 from asyncrl.config import Config
 from asyncrl.config.load import load_resolved, save_resolved
 from asyncrl.disk import write_whole
+from asyncrl.full_disk import why_full
 from asyncrl.handshake import buffer_settings
 from asyncrl.run_dir import RunDir
 from asyncrl.tasks.rows import load_rows
@@ -51,6 +52,12 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        full = why_full(error, Path(arguments.config).parent)
+        if full is None:
+            raise
+        print(f"error: {full}", file=sys.stderr)
+        return 1
     finally:
         _ignore_signals()
 

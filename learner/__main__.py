@@ -24,6 +24,7 @@ from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.config.load import load_resolved
 from asyncrl.end_now import end_now
+from asyncrl.full_disk import why_full
 from asyncrl.recorded import RecordedRun
 from asyncrl.run_dir import RunDir
 from asyncrl.transport import RefusedError, Unreachable
@@ -124,7 +125,8 @@ def _learn(
             return _end(2 if error.is_misfit else 1, newer + str(error))
         if isinstance(error, Unreachable):
             return _end(1, str(error))
-        return _end(1, "".join(traceback.format_exception(error)))
+        told = why_full(error, run_dir.path) or "".join(traceback.format_exception(error))
+        return _end(1, told)
 
 
 def _end(code: int, message: str) -> int:

@@ -118,7 +118,7 @@ class Chaos:
             self._look()
             self.programs[kill.victim].kill()
             self.start(kill.victim)
-        self.shells.wait_for(self._have_ended, "the end")
+        self.shells.wait_for(self.have_ended, "the end")
 
     def groups(self) -> list[sqlite3.Row]:
         """Rows of the journal in order of admission; empty where there is none yet."""
@@ -143,7 +143,8 @@ class Chaos:
                 oldest = min(map(int, json.loads(row["token_versions"])), default=row["step"])
                 assert row["step"] - oldest <= bound, dict(row)
 
-    def _have_ended(self) -> bool:
+    def have_ended(self) -> bool:
+        """Whether all have; AssertionError when one has not ended well."""
         codes = {name: program.process.poll() for name, program in self.programs.items()}
         assert set(codes.values()) <= {None, 0}, f"{codes}\n{self.shells.logs()}"
         return None not in codes.values()

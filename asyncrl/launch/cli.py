@@ -177,9 +177,17 @@ def _split(
 
 def _exit(work: Callable[[], int]) -> None:
     """Ends the process: 2 and one message for the user's mistakes, else what `work` says."""
+    from asyncrl.full_disk import why_full
+
     try:
         code = work()
     except ValueError as error:
         print(f"asyncrl-launch: {error}", file=sys.stderr)
         code = 2
+    except OSError as error:
+        full = why_full(error, Path())
+        if full is None:
+            raise
+        print(f"asyncrl-launch: {full}", file=sys.stderr)
+        code = 1
     sys.exit(code)
