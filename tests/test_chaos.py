@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 BOUND = 2
 BIMODAL = ("buffer.order=ready", "buffer.zero_variance=drop", "generator.scripted.slow_share=0.1")
+LATE = {"wait": set[str](), "drop": {"stale"}, "reissue": {"quarantined"}}
+"""What becomes of groups that are late (again and again)."""
 FAST = "generator.scripted.tokens_per_s=1000"
 
 
@@ -80,7 +82,7 @@ def test_any_order_and_what_is_late_keep_the_promises_but_the_batches(
     with chaos(config, tmp_path, *BIMODAL, f"buffer.on_late={on_late}") as run:
         run.play(draw_kills(seed, count=10))
         fates = check_books(run)
-        assert set(fates) <= {"trained", "filtered", *(["stale"] if on_late == "drop" else [])}
+        assert set(fates) <= {"trained", "filtered", *LATE[on_late]}
         assert fates["trained"] >= NUM_PROMPTS // 2
 
 
