@@ -24,7 +24,8 @@ from typing import Any
 
 import psutil
 from bare_paths import BareWrites, Echo, num_transactions
-from buffer_load import Frames, Load, write_data
+from buffer_load import Load
+from encoded_groups import Frames, write_data
 from launched_run import save_result
 from rich.console import Console
 from rich.table import Table

@@ -69,8 +69,7 @@ class GeneratorRequests:
         self._changes.note()
 
     async def _submit(self, member: Member, packet: Packet, message: Submit) -> Message:
-        id = GroupId(*message.group)
-        was_holder = self._run.books.ledger.held(id, message.attempt, by=member.name) is not None
+        was_holder = message.kind == "train" and self._holds(member, message)
         verdict = self._run.submit(member, message, packet.frames, now=time.monotonic())
         # Its own lease turned into a finished group frees no place: nobody else need look for one.
         if was_holder and verdict.verdict == "accepted":
@@ -78,6 +77,10 @@ class GeneratorRequests:
         else:
             await self._changes.save()
         return verdict
+
+    def _holds(self, member: Member, message: Submit) -> bool:
+        id = GroupId(*message.group)
+        return self._run.books.ledger.held(id, message.attempt, by=member.name) is not None
 
     async def _failed(self, member: Member, packet: Packet, message: Failed) -> Message:
         verdict = self._run.generation.failed(member, message, now=time.monotonic())
