@@ -2,7 +2,7 @@
 
     meta(key, value)      what is kept by name: schema; data, groups_per_step, group_size (must not
                           change); inc, position, committed, oldest_step, owner, config_digest,
-                          forks, done, staleness (JSON), evaluating (JSON), records_told,
+                          forks, done, staleness (JSON), closed, evaluating (JSON), records_told,
                           not_issued, end (JSON of messages.End, or empty)
     groups(number, ...)   one row for each admitted prompt group: GroupRow, number = admission order
     steps(step, ...)      one row for each assigned batch: StepRow; its groups are those of the step
