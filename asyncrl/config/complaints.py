@@ -22,6 +22,13 @@ from asyncrl.config.yaml_text import KeyPath
 
 _OF_VERL = {"actor_rollout_ref", "trainer", "custom_reward_function", "async_training"}
 """Sections that people coming from verl write."""
+_ONLY_WITH: dict[KeyPath, str] = {
+    ("learner", "loss", "clip_low"): "ppo_clip",
+    ("learner", "loss", "clip_high"): "ppo_clip",
+    ("learner", "loss", "mask_threshold"): "dppo_tv",
+    ("learner", "loss", "ratio_cap"): "dppo_tv",
+}
+"""Settings that do nothing under another learner.loss.mask."""
 
 
 class Sources:
@@ -49,6 +56,26 @@ def explain(error: ValidationError, tree: dict[str, Any], sources: Sources) -> l
     outer = {path[:end] for path in reasons for end in range(1, len(path))}
     lines = [sources.complaint(p, reason) for p, reason in reasons.items() if p and p not in outer]
     return lines + [_about_several(line, sources) for line in reasons.get((), "").splitlines()]
+
+
+def idle_settings(tree: dict[str, Any], sources: Sources) -> list[str]:
+    """Settings that a person made and that would do nothing."""
+    mask = _value_at(tree, ("learner", "loss", "mask"))
+    return [
+        sources.complaint(
+            key,
+            f"does nothing with learner.loss.mask {mask!r}: remove it, or set learner.loss.mask "
+            f"to {needed!r}",
+        )
+        for key, needed in _ONLY_WITH.items()
+        if key in sources.places and mask in _ONLY_WITH.values() and mask != needed
+    ]
+
+
+def _value_at(tree: Any, path: KeyPath) -> Any:
+    for part in path:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
 
 
 def _about_several(line: str, sources: Sources) -> str:

@@ -14,20 +14,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from asyncrl.config.complaints import Sources, explain
+from asyncrl.config.complaints import Sources, explain, idle_settings
 from asyncrl.config.fields import dotted, nearest, required_keys, section_at, type_at
 from asyncrl.config.presets import PRESETS
 from asyncrl.config.schema import Config
 from asyncrl.config.yaml_text import KeyPath, YamlError, dump, parse
 from asyncrl.disk import write_whole
-
-_ONLY_WITH: dict[KeyPath, str] = {
-    ("learner", "loss", "clip_low"): "ppo_clip",
-    ("learner", "loss", "clip_high"): "ppo_clip",
-    ("learner", "loss", "mask_threshold"): "dppo_tv",
-    ("learner", "loss", "ratio_cap"): "dppo_tv",
-}
-"""Settings that do nothing under another learner.loss.mask."""
 
 
 class ConfigError(ValueError):
@@ -46,7 +38,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = _read(file, sources)
     problems = _override_all(tree, overrides, sources)
     layered = _merged(_preset(tree), _fill_sections(tree, ()))
-    problems += _idle_settings(layered, sources)
+    problems += idle_settings(layered, sources)
     return _with_absolute_paths(_validate(layered, sources, problems), file.parent)
 
 
@@ -63,7 +55,7 @@ def load_recorded(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     problems = _override_all(tree, overrides, only_overrides)
     preset = _preset(tree) if "algorithm" in tree else {}
     layered = _merged(_merged(recorded, preset), _fill_sections(tree, ()))
-    problems += _idle_settings(layered, only_overrides)
+    problems += idle_settings(layered, only_overrides)
     sources.places |= only_overrides.places
     return _with_absolute_paths(_validate(layered, sources, problems), Path.cwd())
 
@@ -174,26 +166,6 @@ def _step(place: Any, part: str, path: KeyPath, text: str) -> str | int:
         f"override {text!r}: {dotted(path)} is a list of {len(place)}, there is no item {part!r} "
         "(they count from 0)"
     )
-
-
-def _idle_settings(tree: dict[str, Any], sources: Sources) -> list[str]:
-    """Settings that a person made and that would do nothing."""
-    mask = _value_at(tree, ("learner", "loss", "mask"))
-    return [
-        sources.complaint(
-            key,
-            f"does nothing with learner.loss.mask {mask!r}: remove it, or set learner.loss.mask "
-            f"to {needed!r}",
-        )
-        for key, needed in _ONLY_WITH.items()
-        if key in sources.places and mask in _ONLY_WITH.values() and mask != needed
-    ]
-
-
-def _value_at(tree: Any, path: KeyPath) -> Any:
-    for part in path:
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
 
 
 def _merged(base: Any, over: Any) -> Any:
