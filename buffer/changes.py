@@ -159,4 +159,5 @@ class Changes:
 async def wait_for(event: asyncio.Event, timeout_s: float) -> None:
     """Until `event` is set, `timeout_s` at most."""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
