@@ -117,6 +117,8 @@ class Journal:
         self._recent = _Recent()
         self._queue: queue.SimpleQueue[_Payload | _Write | _Retain | None] = queue.SimpleQueue()
         self._error: Exception | None = None
+        self._rowless_segment: int | None = None
+        """The first segment with a payload whose row has not come yet."""
         self._writer = threading.Thread(target=self._write_for_ever, name="journal", daemon=True)
         self._writer.start()
 
@@ -126,7 +128,8 @@ class Journal:
         return self._segments.num_bytes
 
     def append(self, payload: Frame, *, is_read_soon: bool = True) -> PayloadRef:
-        """Queues a payload. It is on disk before any change that is written after this call.
+        """Queues a payload. It is on disk before any change that is written after this call, and
+        the first such change has the row that refers to it.
         `is_read_soon`: it stays in memory, too, for the first `read`."""
         ref = self._segments.place(len(payload))
         self._queue.put(_Payload(ref, payload))
@@ -178,6 +181,7 @@ class Journal:
                 raise self._error
             self._append([item for item in items if isinstance(item, _Payload)])
             self._database.write(item.change for item in items if isinstance(item, _Write))
+            self._note_rowless(items)
             for item in items:
                 if isinstance(item, _Retain):
                     self._delete_segments(item)
@@ -196,9 +200,18 @@ class Journal:
             self._segments.write([(payload.ref, payload.data) for payload in payloads])
             self._segments.sync()
 
+    def _note_rowless(self, items: list[_Payload | _Write | _Retain]) -> None:
+        for item in items:
+            if isinstance(item, _Write):
+                self._rowless_segment = None
+            elif isinstance(item, _Payload) and self._rowless_segment is None:
+                self._rowless_segment = item.ref.segment
+
     def _delete_segments(self, retain: _Retain) -> None:
         keep = self._database.needed_segments(from_step=retain.from_step, settled=retain.settled)
         for segment in self._segments.closed():
+            if self._rowless_segment is not None and segment >= self._rowless_segment:
+                return
             if segment not in keep:
                 self._database.forget_segment(segment)
                 self._segments.delete(segment)

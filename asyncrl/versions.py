@@ -25,9 +25,10 @@ def bound_in_words(*, max_staleness: int, groups_per_step: int, group_size: int,
     ahead = f"{num_groups} prompts ({num_groups * group_size} responses)"
     if max_staleness == 0:
         return f"max_staleness 0: lock-step, at most {ahead} at once, no token older than its step"
+    age = "1 version" if max_staleness == 1 else f"{max_staleness} versions"
     return (
         f"max_staleness {max_staleness}, order {order}: at most {ahead} are out or waiting to be "
-        f"trained, no token is trained more than {max_staleness} steps after its version was new"
+        f"trained, no token is more than {age} old when it is trained"
     )
 
 

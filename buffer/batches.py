@@ -58,11 +58,14 @@ class Batches:
     def forget(self, *, before_step: int) -> None:
         """Drops from memory what can never be asked for again; the journal keeps it.
 
-        These are the groups trained before `before_step`, and the fates admitted before them.
+        These are the groups trained before `before_step`, and the fates admitted before them, but
+        for filtered ones that have a place in a batch to come.
         """
         steps = [step for step in self._steps if step < before_step]
         last = max((g.number for step in steps for g in self._steps.pop(step)), default=-1)
         for number in [n for n in self._groups.by_number if n <= last]:
             group = self._groups.by_number[number]
-            if group.state in FATES or (group.step is not None and group.step < before_step):
+            is_trained = group.step is not None and group.step < before_step
+            is_settled = group.state in FATES and not self._policy.is_outstanding(number)
+            if is_trained or is_settled:
                 self._groups.forget(number)

@@ -41,7 +41,7 @@ class Group:
     state: State = State.WAITING
     attempt: int = 0
     strikes: int = 0
-    """Failures that count towards max_attempts: caused by content, or by running late."""
+    """Failures that count towards max_attempts."""
     seed_k: int = 0
     """Failures caused by content."""
     member: str = ""
@@ -163,8 +163,9 @@ class Groups:
         return [self.by_number[number] for number in sorted(self._open[State.LEASED])]
 
     def forget(self, number: int) -> None:
-        """Drops a group from memory; the journal keeps it."""
-        del self.by_id[self.by_number.pop(number).id]
+        """Drops a group from memory, if the journal has heard of it as it is now."""
+        if number not in self._changed:
+            del self.by_id[self.by_number.pop(number).id]
 
     def take_rows(self, *, at: float) -> tuple[GroupRow, ...]:
         """Rows of the groups that changed since the last call, stamped with the wall-clock time

@@ -87,7 +87,7 @@ class Ledger:
     def lease(self, member: str, *, serving_version: int, now: float) -> Group | None:
         """Gives `member` the first group that `serving_version` may generate, if there is one."""
         needed = self.next_min_version()
-        if needed is None or needed > serving_version:
+        if needed is None or needed > min(serving_version, self.policy.committed):
             return None
         first = self.groups.first_waiting()
         group = self._admit() if first is None else self.groups.by_number[first]
@@ -196,9 +196,10 @@ class Ledger:
         """The learner goes on differently from `version`: groups without a batch that newer
         versions began are generated anew, and what their generators may still submit is void.
         Returns how many."""
+        outstanding = [n for n in self.policy.outstanding if not self.policy.is_blank(n)]
         newer = [
             self.groups.by_number[number]
-            for number in self.policy.outstanding
+            for number in outstanding
             if self._is_newer(self.groups.by_number[number], version)
         ]
         for group in newer:

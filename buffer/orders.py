@@ -34,7 +34,7 @@ class Order(Protocol):
         """How many groups that are not finished must be, before a batch of `size` may be closed.
         `without`: as if these were not there."""
 
-    def pick(self, size: int) -> list[int]:
+    def pick(self, size: int, *, without: Collection[int] = ()) -> list[int]:
         """The next batch, when none of its groups is missing."""
 
 
@@ -58,8 +58,8 @@ class Fifo:
         heads = self._outstanding.heads(size, without=without)
         return size - sum(self._outstanding.place(number).finished for number in heads)
 
-    def pick(self, size: int) -> list[int]:
-        return self._outstanding.heads(size)
+    def pick(self, size: int, *, without: Collection[int] = ()) -> list[int]:
+        return self._outstanding.heads(size, without=without)
 
     def _step_of(self, number: int | None, n: int) -> int:
         waiting = self._outstanding
@@ -103,7 +103,7 @@ class Ready:
         too_many = [-room for _, room in self._room_left(rest, n + size)]
         return max([0, size - num_finished, *too_many])
 
-    def pick(self, size: int) -> list[int]:
+    def pick(self, size: int, *, without: Collection[int] = ()) -> list[int]:
         return sorted(self._outstanding.finished_by_age()[:size])
 
     def _room_left(self, begun: Counter[int], n: int) -> Iterator[tuple[int, int]]:

@@ -42,6 +42,9 @@ class Outstanding:
     def __len__(self) -> int:
         return len(self._order)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._places
+
     @property
     def numbers(self) -> tuple[int, ...]:
         """All, in order of admission."""

@@ -18,6 +18,7 @@ room, so what was allowed stays allowed: docs/staleness.md has the proof.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from asyncrl import versions
@@ -156,8 +157,10 @@ class StalenessPolicy:
         if self.committed < self.next_step or self.exhausted:
             return []
         due = self._outstanding.flying_until(self.next_step - self.max_staleness)
-        size, n = self.groups_per_step, self._next_pick
-        return due if due and self._order.num_missing(size, n, without={*due}) == 0 else []
+        size, n, without = self.groups_per_step, self._next_pick, {*due}
+        if not due or self._order.num_missing(size, n, without=without):
+            return []
+        return [] if self._is_all_blank(self._order.pick(size, without=without)) else due
 
     @property
     def batch_size(self) -> int:
@@ -169,19 +172,21 @@ class StalenessPolicy:
         return self._order.num_missing(self.batch_size, self._next_pick)
 
     def can_assign(self) -> bool:
-        """Whether the next batch is complete."""
-        return not self.exhausted and self.num_missing() == 0
+        """Whether the next batch is complete, and there is something to train in it."""
+        return self._is_complete and not self.blank_batch()
+
+    def is_outstanding(self, number: int) -> bool:
+        return number in self._outstanding
 
     def is_blank(self, number: int) -> bool:
         return self._outstanding.place(number).blank
 
     def blank_batch(self) -> list[int]:
-        """The next batch, if it is complete and blank as a whole. It must not be assigned: its
-        groups are to be removed."""
-        if self._outstanding.num_blank == 0 or not self.can_assign():
+        """The next batch, if it is complete and blank as a whole: its groups are to be removed."""
+        if self._outstanding.num_blank == 0 or not self._is_complete:
             return []
         picked = self._order.pick(self.batch_size)
-        return picked if all(self.is_blank(number) for number in picked) else []
+        return picked if self._is_all_blank(picked) else []
 
     def assign(self) -> tuple[int, ...]:
         """Closes the next batch and returns its groups in order of admission, without the blank
@@ -217,6 +222,13 @@ class StalenessPolicy:
             groups_per_step=self.groups_per_step,
             max_staleness=self.max_staleness,
         )
+
+    @property
+    def _is_complete(self) -> bool:
+        return not self.exhausted and self.num_missing() == 0
+
+    def _is_all_blank(self, numbers: Sequence[int]) -> bool:
+        return all(self.is_blank(number) for number in numbers)
 
     @property
     def _next_pick(self) -> int:

@@ -121,6 +121,7 @@ class Run:
         policy = self.books.ledger.policy
         if step == policy.next_step and self.end is None:
             self.generation.let_go_late()
+            self.books.ledger.drop_leftovers()
             if policy.can_assign():
                 self._assign(now)
         found = self.books.training.step(step)

@@ -278,3 +278,22 @@ def test_a_payload_that_is_not_read_soon_takes_no_memory_and_can_be_read(tmp_pat
     assert (journal.read(ref), journal.read(other)) == (b"SELDOM", b"soon")
     assert journal.read(other) == b"SOON"  # kept for the first time alone
     journal.close()
+
+
+def test_a_segment_stays_as_long_as_the_row_of_a_payload_in_it_has_yet_to_come(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(tmp_path, segment_bytes=100)
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as other:
+        other.execute("BEGIN IMMEDIATE")  # a transaction of the writer is on its way for as long
+        journal.write(Change(meta={"position": "1"}))
+        ref = journal.append(b"p" * 90, is_read_soon=False)
+        retained = journal.retain(from_step=9, settled=["filtered"])
+        journal.append(b"q" * 90, is_read_soon=False)  # opens the next segment
+        other.rollback()
+    retained.result(timeout=5)
+    journal.write(Change(groups=(row(0, ref=ref),))).result(timeout=5)
+    assert journal.read(ref) == b"p" * 90
+    journal.retain(from_step=9, settled=["ready"]).result(timeout=5)
+    assert journal.num_bytes == 90
+    journal.close()

@@ -77,6 +77,8 @@ class Schedules(RuleBasedStateMachine):
         self.accepted: Counter[GroupId] = Counter()
         self.ledger = self.new_ledger()
         self.journal: dict[int, GroupRow] = {}
+        self.forgotten = 0
+        """Batches before this step are forgotten: no learner goes back that far."""
         self.version = 0
         self.serving = {"a": 0, "b": 0}
         self.now = 0.0
@@ -180,7 +182,7 @@ class Schedules(RuleBasedStateMachine):
         for group in self.ledger.let_go_late(reissue=self.on_late == "reissue"):
             assert self.version == self.policy.next_step
             assert group.state in (State.STALE, State.WAITING, State.QUARANTINED)
-            assert self.policy.can_assign() or self.policy.exhausted or self.policy.blank_batch()
+            assert self.policy.can_assign() or self.policy.exhausted
 
     @rule(kind=st.sampled_from(["fail", "content", "drop", "death", "delay"]), data=st.data())
     @precondition(lambda self: self.ledger.groups.leased())
@@ -202,7 +204,7 @@ class Schedules(RuleBasedStateMachine):
         self.serving[member] = max(self.serving[member], self.published)
 
     @rule()
-    @precondition(lambda self: self.policy.can_assign() and not self.policy.blank_batch())
+    @precondition(lambda self: self.policy.can_assign())
     def assign(self) -> None:
         try:
             step, groups = self.ledger.batches.assign()
@@ -225,13 +227,13 @@ class Schedules(RuleBasedStateMachine):
     @rule(data=st.data())
     def learner_dies(self, data: st.DataObject) -> None:
         """It comes back from an older checkpoint and replays up to where it was."""
-        self.ledger.batches.rewind(data.draw(st.integers(0, self.version)))
+        self.ledger.batches.rewind(data.draw(st.integers(self.forgotten, self.version)))
         self.ledger.batches.rewind(self.version)
 
     @rule(data=st.data())
     def learner_comes_back_changed(self, data: st.DataObject) -> None:
         """A fork: what newer versions began is generated anew, assigned batches stay."""
-        version = data.draw(st.integers(0, self.version))
+        version = data.draw(st.integers(self.forgotten, self.version))
         self.ledger.fork(version)
         self.take_back_acceptances()
         self.ledger.batches.rewind(version)
@@ -275,7 +277,7 @@ class Schedules(RuleBasedStateMachine):
 
     def restart(self, *, max_staleness: int, max_steps: int | None) -> None:
         before = self.policy
-        self.journal |= {row.number: row for row in self.ledger.groups.take_rows(at=0.0)}
+        self.take_rows()
         self.policy = StalenessPolicy(
             max_staleness=max_staleness,
             groups_per_step=before.groups_per_step,
@@ -300,6 +302,17 @@ class Schedules(RuleBasedStateMachine):
         for group in self.ledger.groups.by_id.values():
             if group.state in OPEN:
                 self.accepted[group.id] = 0
+
+    @rule(data=st.data())
+    def a_checkpoint_lets_the_ledger_forget(self, data: st.DataObject) -> None:
+        """Perhaps before the journal has heard of what has changed, perhaps after."""
+        if data.draw(st.booleans()):
+            self.take_rows()
+        self.forgotten = max(self.forgotten, data.draw(st.integers(0, self.version)))
+        self.ledger.batches.forget(before_step=self.forgotten)
+
+    def take_rows(self) -> None:
+        self.journal |= {row.number: row for row in self.ledger.groups.take_rows(at=0.0)}
 
     @rule()
     def follow_up(self) -> None:
@@ -326,9 +339,10 @@ class Schedules(RuleBasedStateMachine):
     def counts_add_up(self) -> None:
         if not hasattr(self, "policy"):
             return
-        found = Counter(group.state for group in self.ledger.groups.by_number.values())
-        assert found == +self.ledger.groups.counts
-        assert found.total() == self.policy.admitted
+        states = {row.number: State(row.state) for row in self.journal.values()}
+        states |= {number: group.state for number, group in self.ledger.groups.by_number.items()}
+        assert Counter(states.values()) == +self.ledger.groups.counts
+        assert len(states) == self.policy.admitted
 
     def teardown(self) -> None:
         """Never stuck: from wherever the accidents left it, honest work ends the run."""
@@ -379,7 +393,9 @@ class Schedules(RuleBasedStateMachine):
         policy, counts = self.policy, self.ledger.groups.counts
         self.ledger.cancel_outstanding("the run has ended")
         assert counts[State.TRAINED] == sum(self.sizes)
-        assert len(self.ledger.groups.by_id) == policy.admitted  # a prompt is one group
+        self.take_rows()
+        prompts = {(row.epoch, row.position) for row in self.journal.values()}
+        assert len(prompts) == len(self.journal) == policy.admitted
         assert not any(counts[s] for s in (State.WAITING, State.LEASED, State.READY))
         smaller = [size for size in self.sizes if size < policy.groups_per_step]
         assert self.keeps_place or len(smaller) <= (policy.plan.last_batch == "train")
