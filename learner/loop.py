@@ -1,8 +1,7 @@
 """The learner's loop: get a batch, train it, commit the new version, publish it, go on.
 
 Step s turns version s into s + 1. Every rank runs this loop alike; rank 0, the lead, talks to the
-buffer and writes the files. Batches may also come from the journal of a recorded run (replay.py);
-then versions are compared with those that it published.
+buffer and writes the files; or reads the journal of a recorded run instead (replay.py).
 
     consumes        batches of its line; the next one is fetched while this one trains
     waits for       the next batch and nothing else: no generator, no reader, no tracker
@@ -183,16 +182,13 @@ class Learner:
         self.clock.enter("wait_batch")
 
     def make_room(self) -> None:
-        """A checkpoint lets the journal delete older batches. Where the newest checkpoint is of
-        this version already, what keeps them are the older ones: those go."""
+        """A checkpoint lets the journal delete older batches. Where the newest one is of this
+        version already, what keeps them are the older ones: those go, and the buffer is told."""
         if self.saved_version < self.version:
             self.save()
-        elif self.ranks.is_lead and len(list_versions(self.run_dir.checkpoints)) > 1:
-            log.warning(
-                "the journal is near its cap (buffer.max_journal_gb): checkpoints before version "
-                "%d are deleted, whatever checkpoint.keep_last says",
-                self.saved_version,
-            )
+        elif self.ranks.is_lead:
+            if len(list_versions(self.run_dir.checkpoints)) > 1:
+                log.warning("older checkpoints go: the journal is near buffer.max_journal_gb")
             self.prune(keep_last=1)
 
     def save(self) -> None:
@@ -213,6 +209,7 @@ class Learner:
             self.prune(keep_last=self.config.checkpoint.keep_last)
 
     def prune(self, *, keep_last: int) -> None:
+        """On the lead."""
         prune_checkpoints(self.run_dir.checkpoints, keep_last=keep_last)
         self.line.checkpointed(list_versions(self.run_dir.checkpoints))
 

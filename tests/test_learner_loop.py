@@ -302,12 +302,23 @@ def test_a_learner_that_waits_for_room_in_the_journal_writes_a_checkpoint_then_d
         "checkpointed [2]",
         "checkpointed [2, 3]",
     ]
-    assert "checkpoints before version 2 are deleted" in caplog.text
+    assert "older checkpoints go: the journal is near buffer.max_journal_gb" in caplog.text
     with ScriptedBuffer(num_steps=2) as idle:
         idle.waiting_for[1] = "checkpointed [1]"
         idle.on_waiting = lambda step: idle.asks_at.add(1)
         assert make_learner(idle, name="idle", checkpoint={"every": 0}).run() == 0
     assert idle.said("checkpointed") == ["checkpointed [1]", "checkpointed [1, 2]"]
+
+
+def test_a_learner_that_comes_back_tells_a_buffer_without_room_of_the_checkpoint_that_it_has(
+    make_learner: Callable[..., Learner],
+) -> None:
+    with ScriptedBuffer(num_steps=1) as first:
+        assert make_learner(first).run() == 0
+    with ScriptedBuffer(num_steps=2, committed=1) as buffer:  # it was killed before it could tell
+        buffer.asks_at, buffer.waiting_for[1] = {1}, "checkpointed [1]"
+        assert make_learner(buffer).run() == 0
+    assert buffer.said("checkpointed") == ["checkpointed [1]", "checkpointed [1, 2]"]
 
 
 def test_a_fenced_learner_stops(make_learner: Callable[..., Learner]) -> None:
