@@ -44,7 +44,8 @@ _ARRAYS = (  # name, dtype on the wire, in the order in which they follow the he
     ("versions", "<i4"),
     ("loss_mask", "|b1"),
 )
-_TOKEN_BYTES = sum(np.dtype(dtype).itemsize for _, dtype in _ARRAYS)
+TOKEN_BYTES = sum(np.dtype(dtype).itemsize for _, dtype in _ARRAYS)
+"""Of one token of a response in the frame of its group."""
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
 
@@ -187,7 +188,7 @@ def decode_columns(frame: Frame) -> GroupColumns:
     except (ValidationError, RecursionError, struct.error) as error:
         raise WireError(f"not a group: {str(error)[:500]}") from None
     num_tokens, num_rollouts = sum(header.lengths), len(header.lengths)
-    expected = 4 + header_length + 4 * header.prompt + _TOKEN_BYTES * num_tokens
+    expected = 4 + header_length + 4 * header.prompt + TOKEN_BYTES * num_tokens
     if len(data) != expected:
         raise WireError(f"a group of {expected} bytes came in a frame of {len(data)}")
     columns: list[list[Any]] = [header.finish, header.rewards, header.parts]

@@ -35,6 +35,7 @@ class LoopClock(selectors.DefaultSelector):
     def serve(self, waits_for: Callable[[], str]) -> None:
         """From now on the loop serves; `waits_for` names the phase when it has nothing to do."""
         self._waits_for = waits_for
+        self._looked_at, self._lag_s = time.monotonic(), 0.0  # nobody could ask before
         self.phases.enter("serving")
 
     def changed(self) -> None:

@@ -12,7 +12,7 @@ from asyncrl.config import Config
 from asyncrl.journal import SEGMENT_BYTES, Journal
 from asyncrl.journal_tables import PayloadRef
 from asyncrl.memory_journal import MemoryJournal
-from asyncrl.wire import Frame
+from asyncrl.wire import TOKEN_BYTES, Frame
 from buffer.groups import FATES, OPEN
 from buffer.ledger import Ledger
 from buffer.training import Training
@@ -20,8 +20,6 @@ from buffer.training import Training
 log = logging.getLogger(__name__)
 
 AnyJournal = Journal | MemoryJournal
-TOKEN_BYTES = 13
-"""Of one sampled token in a frame: id, logprob, version, mask."""
 _SEGMENTS_IN_CAP = 16
 _LOOSE_SEGMENTS = 2
 """The one that is being written, and the oldest one that holds a group that is still needed."""
