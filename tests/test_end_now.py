@@ -6,6 +6,7 @@ import os
 import secrets
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,26 @@ def test_the_launcher_removes_what_a_killed_child_has_left(
         child = children.start(Program("killed", "learner", command, environment))
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert len(marks(child.pid)) == 1  # nothing else would remove it
-        assert child.has_ended()
+        while not child.has_ended():
+            time.sleep(0.01)
     assert child.exit_code == -9
     assert marks(child.pid) == []
+
+
+SEMAPHORE = (
+    "import multiprocessing as m, os; lock = m.get_context('spawn').Lock(); "
+    "print(lock._semlock.name, flush=True); os.kill(os.getpid(), 9)"
+)
+
+
+def test_semaphores_of_a_killed_child_are_removed(tmp_path: Path) -> None:
+    with Children(tmp_path) as children:
+        command = (sys.executable, "-c", SEMAPHORE)
+        child = children.start(Program("killed", "generator", command, {}))
+        while not child.has_ended():
+            time.sleep(0.01)
+    name, *_ = child.log_text().splitlines()  # then the warning that it was left behind
+    assert not (SHARED_MEMORY / f"sem.{name[1:]}").exists()
 
 
 def test_make_clean_removes_the_weights_of_killed_runs_and_no_others(tmp_path: Path) -> None:

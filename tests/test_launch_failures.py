@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,7 +90,8 @@ def test_a_child_that_ends_takes_its_own_processes_with_it(tmp_path: Path) -> No
     with Children(tmp_path) as children:
         child = children.start(program)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert children.running() == []
+        while children.running():
+            time.sleep(0.01)
         assert children.unseen() == [child]
         assert children.newly_ended() == [child]
         assert children.newly_ended() == children.unseen() == []

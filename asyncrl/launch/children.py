@@ -13,9 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+import psutil
+
 from asyncrl.end_now import remove_openmp_mark
 from asyncrl.parent import end_with_parent
 
+GROUP_S = 4.0
+"""Time that the rest of a group has to end after its leader; then SIGKILL."""
 _STOP_S = 6.0
 """Time to end after SIGTERM; then SIGKILL."""
 
@@ -41,6 +45,8 @@ class Child:
     """Where this life begins in the log, bytes."""
     started_at: float
     exit_code: int | None = None
+    ended_at: float | None = None
+    """When its end was first seen; what it left of its group may still end by itself."""
     is_seen: bool = False
     """Its end has been told by Children.newly_ended."""
 
@@ -61,11 +67,18 @@ class Child:
     def has_ended(self) -> bool:
         """Whether it has; then whatever is left of its group has been killed.
 
-        The leader is reaped last: until then its number cannot name processes of somebody else.
+        Others of the group have GROUP_S to end by themselves: Python's resource tracker removes
+        semaphores of a killed process from /dev/shm. The leader is reaped last: until then its
+        number cannot name processes of somebody else.
         """
         if self.exit_code is not None:
             return True
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return False
+        if self.ended_at is None:
+            self.ended_at = time.monotonic()
+            os.killpg(self.pid, signal.SIGTERM)
+        if time.monotonic() - self.ended_at < GROUP_S and _has_others(self.pid):
             return False
         os.killpg(self.pid, signal.SIGKILL)
         self.exit_code = self.process.wait()
@@ -133,6 +146,17 @@ class Children:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+
+def _has_others(group: int) -> bool:
+    """Whether a process group has living members besides its leader."""
+    for pid in psutil.pids():
+        try:
+            if pid != group and os.getpgid(pid) == group:
+                return True
+        except ProcessLookupError:
+            continue
+    return False
 
 
 def role_command(role: str, *arguments: str) -> tuple[str, ...]:
