@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.handshake import mismatches, refusal
+from asyncrl.log_limits import Seldom
 from asyncrl.messages import (
     PROTOCOL,
     Beat,
@@ -44,6 +45,7 @@ class Joining:
         self._run_name = run_name
         self._settings = settings
         self._refused: dict[str, Refused] = {}
+        self._seldom = Seldom(log)
         self.num_refused = 0
         """Members that were refused, each counted once."""
 
@@ -91,13 +93,13 @@ class Joining:
         return None
 
     def _note_refused(self, hello: Hello, refused: Refused) -> None:
-        """It may try again and again: it is counted and told once."""
+        """It may try again and again: it is counted and told once, and one of very many is told as
+        a number."""
         if hello.member not in self._refused:
             self.num_refused += 1
-            log.warning(
-                "%s %s (pid %d on %s) is refused: %s",
-                *(hello.role, hello.member, hello.pid, hello.host, refused.reason),
-            )
+            who = f"{hello.role} {hello.member} (pid {hello.pid} on {hello.host})"
+            say = log.warning if self.num_refused <= MAX_SHOWN else self._seldom.warning
+            say(f"{who} is refused: {refused.reason}")
         self._refused.pop(hello.member, None)
         self._refused[hello.member] = refused
         while len(self._refused) > MAX_SHOWN:

@@ -245,6 +245,21 @@ def test_a_member_that_is_refused_again_and_again_is_told_and_counted_once(
     assert len(told) == 1
 
 
+def test_a_crowd_of_strangers_fills_no_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config(), settings={"seed": "1"}) as here:
+            for number in range(60):
+                with pytest.raises(RefusedError):
+                    await join(here, hello("generator", {"seed": "2"}, f"x{number}"))
+            assert (await here.monitor().status())["num_refused_members"] == 60
+
+    with caplog.at_level(logging.WARNING):
+        play(scenario())
+    assert sum("is refused" in text for text in caplog.messages) == 21
+
+
 def test_another_protocol_is_refused_with_both_numbers(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, make_config()) as here:
