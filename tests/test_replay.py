@@ -23,6 +23,7 @@ from recorded_runs import (
 from asyncrl.clock import PhaseClock
 from asyncrl.config.load import load_recorded, load_resolved, save_resolved
 from asyncrl.launch.replay import become_replay, find_start
+from asyncrl.launch.status import show_status
 from asyncrl.recorded import RecordedRun
 from asyncrl.run_dir import RunDir
 from learner.__main__ import replay_sides
@@ -198,6 +199,8 @@ def test_a_replay_never_writes_into_another_runs_directory(
     other.path.mkdir()
     other.make_run_id()
     other.replay_of.write_text('{"path": "runs/elsewhere", "run_id": "0"}')
+    with pytest.raises(ValueError, match="other is a replay of a recorded run: no buffer knows"):
+        show_status(str(other.path), connect=None, as_json=False, watch_s=None)
     message = refused("run_name=other", "checkpoint.resume=auto")
     assert "is a replay of runs/elsewhere, not of" in message
     after = {path: path.read_bytes() for path in before}

@@ -61,7 +61,13 @@ def _address(path: Path | None, connect: str | None) -> str:
         raise ValueError(
             "status of which run? Name its directory, or give --connect tcp://HOST:PORT"
         )
-    file = RunDir(path).buffer_address
+    run_dir = RunDir(path)
+    file = run_dir.buffer_address
+    if run_dir.replay_of.exists():
+        raise ValueError(
+            f"{path} is a replay of a recorded run: no buffer knows of it. What it has trained is "
+            f"in {run_dir.metrics}, and asyncrl-launch report draws it"
+        )
     if not file.exists():
         raise ValueError(f"{path}: no buffer has listened here yet. {journal_says(path)}")
     return str(Address.parse(file.read_text().strip()))
