@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _REMOVALS = 5
@@ -27,6 +29,16 @@ def remove_whole(directory: Path) -> None:
         except FileNotFoundError:
             return
         shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def gone_on_failure(directory: Path) -> Iterator[None]:
+    """Whatever ends the block early, a directory that was being written takes no room then."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def sync(path: Path) -> None:

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.disk import sync
+from asyncrl.disk import gone_on_failure, sync
 from learner.optimizer import MOMENTS, Optimizer
 from learner.policy import Policy, check_finite, check_tied, fill, gather_tensor
 
@@ -62,13 +62,14 @@ def save_checkpoint(
     if is_lead:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    _save_tensors(temporary / "model.safetensors", policy.masters(), is_lead=is_lead)
-    for kind in MOMENTS:
-        moments = optimizer.moments(kind).items()
-        _save_tensors(temporary / f"{kind}.safetensors", moments, is_lead=is_lead)
-    if is_lead:
-        (temporary / _STATE).write_text(json.dumps(asdict(state), indent=1))
-        _seal(temporary, final)
+    with gone_on_failure(temporary):
+        _save_tensors(temporary / "model.safetensors", policy.masters(), is_lead=is_lead)
+        for kind in MOMENTS:
+            moments = optimizer.moments(kind).items()
+            _save_tensors(temporary / f"{kind}.safetensors", moments, is_lead=is_lead)
+        if is_lead:
+            (temporary / _STATE).write_text(json.dumps(asdict(state), indent=1))
+            _seal(temporary, final)
 
 
 def load_checkpoint(directory: Path, policy: Policy, optimizer: Optimizer) -> State:

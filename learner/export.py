@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from asyncrl.config.schema import Model
+from asyncrl.disk import gone_on_failure
 from learner.policy import DTYPES, Policy
 
 log = logging.getLogger(__name__)
@@ -42,11 +43,12 @@ def export_policy(directory: Path, policy: Policy, config: Model, *, is_lead: bo
     temporary = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-    model_config = copy.deepcopy(policy.model.config)
-    model_config.dtype = config.dtype
-    model_config.save_pretrained(temporary)
-    _copy_companions(config.path, temporary)
+    with gone_on_failure(temporary):
+        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        model_config = copy.deepcopy(policy.model.config)
+        model_config.dtype = config.dtype
+        model_config.save_pretrained(temporary)
+        _copy_companions(config.path, temporary)
     shutil.rmtree(directory, ignore_errors=True)
     temporary.rename(directory)
 

@@ -77,6 +77,7 @@ def test_a_run_whose_disk_is_full_ends_with_one_message_and_goes_on_when_there_i
         learner = run.programs["learner"]
         assert learner.wait() == 1  # its first checkpoint does not fit
         check_told(learner.output, small_disk)
+        assert list((small_disk / "checkpoints").iterdir()) == []
         buffer = run.programs["buffer"]
         fill(small_disk)
         assert buffer.wait() == 1
