@@ -6,7 +6,7 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tiny_fixtures"]
+pytest_plugins = ["tiny_fixtures", "generator_fixtures"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on the network
 os.environ.setdefault("WANDB_MODE", "offline")

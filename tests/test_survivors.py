@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,19 +27,6 @@ from generators.work import Room, Work
 @pytest.fixture(scope="module")
 def config(random_tiny_task: Path) -> Config:
     return make_config(random_tiny_task)
-
-
-@pytest.fixture(scope="module")
-def rewards(config: Config) -> Iterator[RewardWorkers]:
-    workers = RewardWorkers(config.reward)
-    workers.start()
-    yield workers
-    workers.close()
-
-
-@pytest.fixture(scope="module")
-def tokens(config: Config) -> Tokens:
-    return Tokens(config)
 
 
 ONE = "rollouts failed: 1 failed 3 times (out of luck)"

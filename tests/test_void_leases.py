@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,19 +24,6 @@ from generators.tokens import Tokens
 def config(random_tiny_task: Path) -> Config:
     """Responses of up to 6 tokens that take a minute for each."""
     return make_config(random_tiny_task, generator__scripted__tokens_per_s=1 / 60)
-
-
-@pytest.fixture(scope="module")
-def rewards(config: Config) -> Iterator[RewardWorkers]:
-    workers = RewardWorkers(config.reward)
-    workers.start()
-    yield workers
-    workers.close()
-
-
-@pytest.fixture(scope="module")
-def tokens(config: Config) -> Tokens:
-    return Tokens(config)
 
 
 def test_a_void_lease_is_given_up_at_once_and_its_places_go_to_another(

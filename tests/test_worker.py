@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,19 +26,6 @@ from generators.tokens import Tokens
 @pytest.fixture(scope="module")
 def config(random_tiny_task: Path) -> Config:
     return make_config(random_tiny_task)
-
-
-@pytest.fixture(scope="module")
-def rewards(config: Config) -> Iterator[RewardWorkers]:
-    workers = RewardWorkers(config.reward)
-    workers.start()
-    yield workers
-    workers.close()
-
-
-@pytest.fixture(scope="module")
-def tokens(config: Config) -> Tokens:
-    return Tokens(config)
 
 
 def test_groups_equal_a_plain_loop(config: Config, tokens: Tokens, rewards: RewardWorkers) -> None:
