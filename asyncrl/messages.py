@@ -42,6 +42,7 @@ Text = Annotated[str, AfterValidator(cut)]
 """Words for people: they land in logs and in the journal, so they are cut where they are long."""
 Name = Annotated[str, Field(max_length=255)]
 """What somebody or something is called; longer ones are refused."""
+Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
 Settings = dict[str, str]
 Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
 
@@ -203,9 +204,9 @@ class Heartbeat(Message):
     type: Literal["heartbeat"] = "heartbeat"
     state: Text
     """What it does now, in words: "generating", "waiting for leases", "train step 7: backward"."""
-    state_s: float = 0.0
+    state_s: Seconds = 0.0
     """Seconds in this state."""
-    seconds: dict[str, float] = {}
+    seconds: Annotated[dict[str, Seconds], Field(max_length=64)] = {}
     """Seconds in each phase since the process started (clock.PhaseClock); they add up."""
     serving: Pair
     """Generator: weights that it serves. Learner: [inc, version] where it stands."""
@@ -214,7 +215,7 @@ class Heartbeat(Message):
     num_running: Count = 0
     num_tokens: Count = 0
     """Generator: tokens sampled since the process started. Learner: tokens trained."""
-    paused_s: float = 0.0
+    paused_s: Seconds = 0.0
     """Seconds the engine stood still for swaps since the process started."""
 
 

@@ -168,7 +168,7 @@ class _Simulation:
             return
         late = self._ledger.let_go_late(reissue=self._scenario.on_late == "reissue")
         self._free += len(late)
-        self._outcome.let_go += [self._scenario.latency(group.id) for group in late]
+        self._outcome.let_go += [self._scenario.latency(group.id) for group, _ in late]
 
     def _train(self, step: int, groups: list[Group]) -> None:
         self._is_training = False

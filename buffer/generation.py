@@ -19,8 +19,8 @@ from asyncrl.types import GroupId, WeightId
 from asyncrl.wire import Frame, WireError, decode_columns
 from buffer.arrivals import Arrival, fault, summarize
 from buffer.books import Books
-from buffer.leases import Late
-from buffer.ledger import Judgement
+from buffer.leases import Overdue
+from buffer.ledger import Judgement, LeaseId
 from buffer.members import Member
 from buffer.prompts import pack_row
 from buffer.watch import Watch
@@ -70,9 +70,11 @@ class Generation:
             num_bytes += len(pack_row(lease.row))
         return leases
 
-    def started(self, message: Started, *, newest: WeightId, now: float) -> None:
+    def started(self, member: Member, message: Started, *, newest: WeightId, now: float) -> None:
+        """Only the holder of a lease can start its clock."""
         id = GroupId(*message.group)
-        if message.kind == "train" and message.version <= newest.version:
+        held = self._ledger.held(id, message.attempt, by=member.name)
+        if message.kind == "train" and held and message.version <= newest.version:
             self._ledger.started(id, message.attempt, message.version, now=now)
 
     def submit(
@@ -100,9 +102,9 @@ class Generation:
 
     def expire(self, *, now: float) -> None:
         """Passes on the leases that ran past their time, and ends a late evaluation."""
-        late = self._leases.expire(now=now)
-        self._suspension.ran_out(late)
-        for each in late:
+        overdue = self._leases.expire(now=now)
+        self._suspension.ran_out(overdue)
+        for each in overdue:
             self._tally.failed(f"group {each.group}: {each.member} ran past its time")
         self._evaluations.expire(now=now)
 
@@ -111,8 +113,8 @@ class Generation:
         on_late = self._config.buffer.on_late
         if on_late == "wait":
             return
-        for group in self._ledger.let_go_late(reissue=on_late == "reissue"):
-            self._tally.let_go(group.id)
+        for group, lease in self._ledger.let_go_late(reissue=on_late == "reissue"):
+            self._tally.let_go(lease)
             log.info("group %s is let go: %s (%s)", group.id, group.reason, group.state)
 
     def void(self, member: Member, beat: Heartbeat) -> list[list[int]]:
@@ -127,6 +129,16 @@ class Generation:
     def take_void(self, member: Member) -> list[list[int]]:
         """Leases that were taken from this generator and that it has not been told of."""
         return [[*lease.group, lease.attempt] for lease in self._ledger.take_void(member.name)]
+
+    def _given_up(self, member: Member, failed: Failed) -> None:
+        """How far a generator had come with a lease that was not its own any more."""
+        limit = self._config.data.max_response_length
+        if (
+            len(failed.lengths) <= self._config.group_size
+            and max(failed.lengths, default=0) <= limit
+        ):
+            lease = LeaseId(GroupId(*failed.group), failed.attempt, member.name)
+            self._tally.given_up(lease, failed.lengths)
 
     def _is_any(self, serving: int) -> bool:
         """Whether there is a lease for a generator that serves this version."""
@@ -250,15 +262,15 @@ class Generation:
         group = self._ledger.held(id, message.attempt, by=member.name)
         if group is None:
             if isinstance(message, Failed):
-                self._tally.given_up(id, message.lengths)
+                self._given_up(member, message)
             return "superseded"
         if hopeless:
             self._ledger.drop(group, reason)
             self._tally.dropped(f"group {id}: {reason}")
             return "accepted"
-        is_late = self._leases.is_late(group, now=now)
-        if is_late:
-            self._suspension.ran_out([Late(member.name, id, message.attempt)])
-        self._ledger.fail(group, content=content, late=is_late, reason=reason)
+        is_overdue = self._leases.is_overdue(group, now=now)
+        if is_overdue:
+            self._suspension.ran_out([Overdue(member.name, id, message.attempt)])
+        self._ledger.fail(group, content=content, overdue=is_overdue, reason=reason)
         self._tally.failed(f"group {id}: {reason}")
         return "accepted"

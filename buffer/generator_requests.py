@@ -65,7 +65,7 @@ class GeneratorRequests:
         return found or Leases(leases=[])
 
     async def _started(self, member: Member, packet: Packet, message: Started) -> None:
-        self._run.started(message, now=time.monotonic())
+        self._run.started(member, message, now=time.monotonic())
         self._changes.note()
 
     async def _submit(self, member: Member, packet: Packet, message: Submit) -> Message:

@@ -1,4 +1,4 @@
-"""When a lease passes on (its generator died, left, never had it, or ran late), and who may have
+"""When a lease passes on (its generator died, left, never had it, or ran overdue), and who may have
 none: generators that live but finish nothing.
 
 Time is passed in, in seconds of a monotonic clock.
@@ -17,16 +17,16 @@ from buffer.members import Member, Members
 
 log = logging.getLogger(__name__)
 
-LATE_SHARE = 0.9
-"""A lease given back after this share of its time is late: generators give up at 0.95 of it."""
+OVERDUE_SHARE = 0.9
+"""A lease given back after this share of its time is overdue: generators give up at 0.95 of it."""
 LOST_LEASE_S = 10.0
 """A lease that its living generator does not report for this long never arrived there."""
-LATE_IN_A_ROW = 3
+OVERDUE_IN_A_ROW = 3
 """Leases of one generator that run past their time, with no group of its own between them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class Overdue:
     """A lease that ran past its time."""
 
     member: str
@@ -45,11 +45,11 @@ class LeaseClocks:
         """Seconds since generation began, or since the lease was granted where it has not."""
         return now - (group.granted_at if group.started_at is None else group.started_at)
 
-    def is_late(self, group: Group, *, now: float) -> bool:
+    def is_overdue(self, group: Group, *, now: float) -> bool:
         """Whether a begun lease that its generator gives back now has used up its time."""
         if group.started_at is None:
             return False
-        return self.age_s(group, now=now) >= LATE_SHARE * self.lease_timeout_s
+        return self.age_s(group, now=now) >= OVERDUE_SHARE * self.lease_timeout_s
 
     def release_member(self, member: str, *, reason: str) -> int:
         """Passes all leases of a generator that is not there on; returns how many."""
@@ -73,14 +73,14 @@ class LeaseClocks:
             elif now - group.missing_since > LOST_LEASE_S:
                 self._ledger.reissue(group, f"{member} did not have it")
 
-    def expire(self, *, now: float) -> list[Late]:
+    def expire(self, *, now: float) -> list[Overdue]:
         """Passes on the leases that ran past their time. One that had begun counts against the
         prompt: it may be what hangs every generator."""
         expired = []
         for group in self._ledger.groups.leased():
             if self.age_s(group, now=now) <= self.lease_timeout_s:
                 continue
-            expired.append(Late(group.member, group.id, group.attempt))
+            expired.append(Overdue(group.member, group.id, group.attempt))
             reason = f"{group.member} ran past {self.lease_timeout_s:g} s"
             if group.started_at is None:
                 self._ledger.reissue(group, reason)
@@ -110,12 +110,12 @@ class Suspension:
         self._withheld_since: float | None = None
 
     def is_suspended(self, member: Member) -> bool:
-        return member.num_late >= LATE_IN_A_ROW
+        return member.num_overdue >= OVERDUE_IN_A_ROW
 
-    def ran_out(self, late: Sequence[Late]) -> None:
+    def ran_out(self, overdue: Sequence[Overdue]) -> None:
         """Counts leases that ran past their time, and says whose they were."""
-        for name in sorted({each.member for each in late}):
-            groups = [f"{each.group}" for each in late if each.member == name]
+        for name in sorted({each.member for each in overdue}):
+            groups = [f"{each.group}" for each in overdue if each.member == name]
             for member in self._members.named(name):
                 self._count(member, groups)
 
@@ -123,7 +123,7 @@ class Suspension:
         """It has submitted a group."""
         if self.is_suspended(member):
             log.info("%s has submitted a group and gets leases again", member)
-        member.num_late = 0
+        member.num_overdue = 0
 
     def may_lease(self, member: Member, *, now: float) -> bool:
         """Whether `member`, who asks for a lease that there is, may have it."""
@@ -140,16 +140,16 @@ class Suspension:
         return True
 
     def _count(self, member: Member, groups: list[str]) -> None:
-        before, member.num_late = member.num_late, member.num_late + len(groups)
+        before, member.num_overdue = member.num_overdue, member.num_overdue + len(groups)
         shown = ", ".join(groups[:4]) + (", ..." if len(groups) > 4 else "")
         log.warning(
             "%s did not finish %d leases in their time (%g s), of groups %s: they pass on",
             *(member, len(groups), self._lease_timeout_s, shown),
         )
-        if before < LATE_IN_A_ROW <= member.num_late:
+        if before < OVERDUE_IN_A_ROW <= member.num_overdue:
             log.warning(
                 "%s is suspended: %d leases in a row ran past their time. It gets no more until it "
                 "has submitted a group, unless there is no other generator. Its log may say why; "
                 "SIGUSR1 makes it dump its stacks",
-                *(member, member.num_late),
+                *(member, member.num_overdue),
             )

@@ -23,10 +23,11 @@ Judgement = Literal["accepted", "duplicate", "superseded", "stale", "unknown"]
 
 
 class LeaseId(NamedTuple):
-    """One attempt at a group."""
+    """One attempt at a group, by one generator."""
 
     group: GroupId
     attempt: int
+    member: str
 
 
 class Ledger:
@@ -91,7 +92,7 @@ class Ledger:
             return None
         first = self.groups.first_waiting()
         group = self._admit() if first is None else self.groups.by_number[first]
-        group.version = self.policy.lease(group.number)
+        group.version = self.policy.lease(group.number, serving_version)
         group.member, group.granted_at = member, now
         group.started_at = group.missing_since = None
         self.groups.move(group, State.LEASED)
@@ -162,21 +163,23 @@ class Ledger:
             return None
         return group if (group.attempt, group.member) == (attempt, by) else None
 
-    def fail(self, group: Group, *, content: bool, late: bool, reason: str) -> None:
+    def fail(self, group: Group, *, content: bool, overdue: bool, reason: str) -> None:
         """Its generator gives a lease back. To quarantine count failures caused by content, and a
         lease that had used up its time, as if it had expired here."""
         group.seed_k += content
         group.member = ""  # whoever held it need not be told
-        if content or late:
+        if content or overdue:
             self.strike(group, reason)
         else:
             self.reissue(group, reason)
 
-    def let_go_late(self, *, reissue: bool) -> list[Group]:
+    def let_go_late(self, *, reissue: bool) -> list[tuple[Group, LeaseId]]:
         """Groups in flight at their deadline for which alone the learner waits are waited for no
-        longer: fate STALE, or generated anew as often as there are attempts. Returns them."""
-        late = [self.groups.by_number[number] for number in self.policy.late()]
-        for group in late:
+        longer: fate STALE, or generated anew as often as there are attempts. Returns them, and the
+        leases that have ended so."""
+        groups = [self.groups.by_number[number] for number in self.policy.late()]
+        late = [(group, _lease_of(group)) for group in groups]
+        for group in groups:
             reason = f"in flight at its deadline, step {self.policy.next_step}"
             if reissue:
                 self.strike(group, reason)
@@ -190,6 +193,7 @@ class Ledger:
 
     def drop(self, group: Group, reason: str) -> None:
         """No further attempt at this leased group can help: its fate is DROPPED."""
+        group.member = ""  # whoever held it need not be told
         self._settle(group, State.DROPPED, reason)
 
     def fork(self, version: int) -> int:
@@ -281,8 +285,7 @@ class Ledger:
     def _void_lease(self, group: Group) -> None:
         """Whoever holds it now is to hear that it does so no longer."""
         if group.state == State.LEASED and group.member:
-            lease = LeaseId(group.id, group.attempt)
-            self._void.setdefault(group.member, []).append(lease)
+            self._void.setdefault(group.member, []).append(_lease_of(group))
 
     def _settle(self, group: Group, state: State, reason: str) -> None:
         if state != State.FILTERED:
@@ -290,3 +293,7 @@ class Ledger:
         self.policy.remove(group.number)
         group.reason = reason
         self.groups.move(group, state)
+
+
+def _lease_of(group: Group) -> LeaseId:
+    return LeaseId(group.id, group.attempt, group.member)

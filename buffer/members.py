@@ -52,7 +52,7 @@ class Member:
     """Learner: it has left with its last checkpoint and export written."""
     heard_end: bool = False
     """It was told that the run has ended."""
-    num_late: int = 0
+    num_overdue: int = 0
     """Leases that ran past their time since it last submitted a group."""
     lease_request: int = 0
     """Number of its last one."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from asyncrl import versions
@@ -38,78 +39,71 @@ class Order(Protocol):
         """The next batch, when none of its groups is missing."""
 
 
-class Fifo:
+@dataclass(frozen=True, slots=True)
+class _Bounded:
+    outstanding: Outstanding
+    groups_per_step: int
+    max_staleness: int
+
+
+class Fifo(_Bounded):
     """In the order of admission: the group at place i is trained in step (n + i) // B."""
 
-    def __init__(
-        self, outstanding: Outstanding, *, groups_per_step: int, max_staleness: int
-    ) -> None:
-        self._outstanding = outstanding
-        self._groups_per_step = groups_per_step
-        self._max_staleness = max_staleness
-
     def min_version(self, number: int | None, n: int) -> int:
-        return versions.oldest_trainable(self._step_of(number, n), self._max_staleness)
+        return versions.oldest_trainable(self._step_of(number, n), self.max_staleness)
 
     def accepts(self, number: int, version: int, n: int) -> bool:
-        return self._step_of(number, n) <= versions.last_step(version, self._max_staleness)
+        return self._step_of(number, n) <= versions.last_step(version, self.max_staleness)
 
     def num_missing(self, size: int, n: int, *, without: Collection[int] = ()) -> int:
-        heads = self._outstanding.heads(size, without=without)
-        return size - sum(self._outstanding.place(number).finished for number in heads)
+        heads = self.outstanding.heads(size, without=without)
+        return size - sum(self.outstanding.place(number).finished for number in heads)
 
     def pick(self, size: int, *, without: Collection[int] = ()) -> list[int]:
-        return self._outstanding.heads(size, without=without)
+        return self.outstanding.heads(size, without=without)
 
     def _step_of(self, number: int | None, n: int) -> int:
-        waiting = self._outstanding
+        waiting = self.outstanding
         place = len(waiting) if number is None else waiting.index(number)
-        return (n + place) // self._groups_per_step
+        return (n + place) // self.groups_per_step
 
 
-class Ready:
+class Ready(_Bounded):
     """Any finished group, the one with the earliest deadline first; those left behind must still
     be trained in time."""
 
-    def __init__(
-        self, outstanding: Outstanding, *, groups_per_step: int, max_staleness: int
-    ) -> None:
-        self._outstanding = outstanding
-        self._groups_per_step = groups_per_step
-        self._max_staleness = max_staleness
-
     def min_version(self, number: int | None, n: int) -> int:
-        oldest = versions.oldest_trainable(n // self._groups_per_step, self._max_staleness)
-        begun = self._outstanding.flying + self._outstanding.finished
+        oldest = versions.oldest_trainable(n // self.groups_per_step, self.max_staleness)
+        begun = self.outstanding.flying + self.outstanding.finished
         return max([oldest, *(u + 1 for u, room in self._room_left(begun, n) if room < 1)])
 
     def accepts(self, number: int, version: int, n: int) -> bool:
-        begun = self._outstanding.flying + self._outstanding.finished + Counter([version])
-        before = self._outstanding.place(number).version
+        begun = self.outstanding.flying + self.outstanding.finished + Counter([version])
+        before = self.outstanding.place(number).version
         if before is not None:
             begun[before] -= 1
         return all(room >= 0 for _, room in self._room_left(begun, n))
 
     def num_missing(self, size: int, n: int, *, without: Collection[int] = ()) -> int:
-        num_finished = self._outstanding.finished.total()
-        rest = Counter(self._outstanding.flying)
+        num_finished = self.outstanding.finished.total()
+        rest = Counter(self.outstanding.flying)
         for number in without:
-            rest[self._outstanding.place(number).version or 0] -= 1
+            rest[self.outstanding.place(number).version or 0] -= 1
         left = min(size, num_finished)
-        for version in sorted(self._outstanding.finished):
-            taken = min(left, self._outstanding.finished[version])
+        for version in sorted(self.outstanding.finished):
+            taken = min(left, self.outstanding.finished[version])
             left -= taken
-            rest[version] += self._outstanding.finished[version] - taken
+            rest[version] += self.outstanding.finished[version] - taken
         too_many = [-room for _, room in self._room_left(rest, n + size)]
         return max([0, size - num_finished, *too_many])
 
     def pick(self, size: int, *, without: Collection[int] = ()) -> list[int]:
-        return sorted(self._outstanding.finished_by_age()[:size])
+        return sorted(self.outstanding.finished_by_age()[:size])
 
     def _room_left(self, begun: Counter[int], n: int) -> Iterator[tuple[int, int]]:
         return versions.room_left(
             begun,
             next_pick=n,
-            groups_per_step=self._groups_per_step,
-            max_staleness=self._max_staleness,
+            groups_per_step=self.groups_per_step,
+            max_staleness=self.max_staleness,
         )

@@ -108,12 +108,13 @@ class StalenessPolicy:
         return number
 
     def min_version(self, number: int) -> int:
-        """The oldest version that may generate this group, which waits for it."""
+        """The oldest version that may generate this group."""
         return self._order.min_version(number, self._next_pick)
 
-    def lease(self, number: int) -> int:
-        """Marks a waiting group as leased and returns its min_version."""
-        version = self.min_version(number)
+    def lease(self, number: int, serving_version: int) -> int:
+        """Marks a waiting group as leased to a generator that serves this version, and returns the
+        oldest that may begin it: the generator's, as it will not go back."""
+        version = max(self.min_version(number), min(serving_version, self.committed))
         if self._outstanding.place(number).version is not None or version > self.committed:
             raise RuntimeError(f"group number {number} cannot be leased at {version}: {self}")
         self._outstanding.put(number, Place(version))
@@ -141,7 +142,8 @@ class StalenessPolicy:
     def blank(self, number: int) -> None:
         """The group is complete and holds nothing to train: it only keeps its place in a batch,
         and any step will do for that."""
-        self._outstanding.put(number, Place(self.committed, finished=True, blank=True))
+        version = max(self.committed, self.min_version(number))
+        self._outstanding.put(number, Place(version, finished=True, blank=True))
 
     def remove(self, number: int) -> None:
         """The group was filtered, failed or cancelled: its place is free at once."""

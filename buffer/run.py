@@ -72,8 +72,8 @@ class Run:
         """None as long as the run goes on."""
         return self.ending.end
 
-    def started(self, message: Started, *, now: float) -> None:
-        self.generation.started(message, newest=self._newest(), now=now)
+    def started(self, member: Member, message: Started, *, now: float) -> None:
+        self.generation.started(member, message, newest=self._newest(), now=now)
 
     def submit(
         self, member: Member, message: Submit, frames: Sequence[Frame], *, now: float
@@ -120,7 +120,8 @@ class Run:
         self.watch.waiting.asked(step, now=now)
         policy = self.books.ledger.policy
         if step == policy.next_step and self.end is None:
-            self.generation.let_go_late()
+            if self.books.training.position == step:
+                self.generation.let_go_late()
             self.books.ledger.drop_leftovers()
             if policy.can_assign():
                 self._assign(now)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncrl import versions
-from asyncrl.types import GroupId
 from buffer.arrivals import Arrival
 from buffer.groups import Group
+from buffer.ledger import LeaseId
 
 Values = dict[str, float | int | str]
 
@@ -49,7 +49,7 @@ class Tally:
         self._last_failure = ""
         self._num_dropped = 0
         self._last_drop = ""
-        self._late: set[GroupId] = set()
+        self._late: deque[LeaseId] = deque(maxlen=RECENT_GROUPS)
 
     def arrived(self, arrival: Arrival, *, filtered: bool, num_lost: int) -> None:
         """A group was accepted; `num_lost` rollouts are missing in it."""
@@ -84,15 +84,15 @@ class Tally:
         self._num_dropped += 1
         self._last_drop = reason
 
-    def let_go(self, id: GroupId) -> None:
+    def let_go(self, lease: LeaseId) -> None:
         """A group in flight at its deadline is waited for no longer."""
         self._since.num_late += 1
-        self._late.add(id)
+        self._late.append(lease)
 
-    def given_up(self, id: GroupId, lengths: Sequence[int]) -> None:
-        """A generator has given up a group whose lease was void, with so many tokens sampled."""
-        if id in self._late:
-            self._late.discard(id)
+    def given_up(self, lease: LeaseId, lengths: Sequence[int]) -> None:
+        """A generator has given up a lease that was void, with so many tokens sampled."""
+        if lease in self._late:
+            self._late.remove(lease)
             self._since.late_lengths += lengths
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:

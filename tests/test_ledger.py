@@ -9,7 +9,7 @@ import pytest
 from asyncrl.journal_tables import GroupRow, PayloadRef
 from asyncrl.types import GroupId
 from buffer.groups import Group, State
-from buffer.leases import LOST_LEASE_S, Late, LeaseClocks
+from buffer.leases import LOST_LEASE_S, LeaseClocks, Overdue
 from buffer.ledger import Ledger
 from buffer.policy import StalenessPolicy
 
@@ -101,7 +101,7 @@ def test_content_failures_raise_the_seed_number_and_end_in_quarantine() -> None:
     for attempt in range(3):
         group = lease(ledger)
         assert (group.id, group.attempt, group.seed_k) == (FIRST, attempt, attempt)
-        ledger.fail(group, content=True, late=False, reason="bad answer")
+        ledger.fail(group, content=True, overdue=False, reason="bad answer")
     assert group.state == State.QUARANTINED
     assert group.reason == "bad answer"
     assert lease(ledger).id == GroupId(0, 1)
@@ -112,7 +112,7 @@ def test_failures_of_machines_never_quarantine() -> None:
     for attempt in range(10):
         group = lease(ledger)
         assert group.attempt == attempt
-        ledger.fail(group, content=False, late=False, reason="engine died")
+        ledger.fail(group, content=False, overdue=False, reason="engine died")
     assert lease(ledger).seed_k == 0
 
 
@@ -121,7 +121,7 @@ def test_the_clock_of_a_lease_starts_with_the_generation() -> None:
     group = lease(ledger, now=0.0)
     assert ledger.started(group.id, 0, 0, now=90.0)
     assert clocks_of(ledger).expire(now=180.0) == []
-    assert clocks_of(ledger).expire(now=191.0) == [Late("a", FIRST, 0)]
+    assert clocks_of(ledger).expire(now=191.0) == [Overdue("a", FIRST, 0)]
     assert (group.state, group.attempt, group.strikes) == (State.WAITING, 1, 1)
 
 
@@ -135,8 +135,8 @@ def test_a_prompt_that_hangs_every_generator_is_quarantined(told: bool) -> None:
         assert (group.id, group.attempt, group.seed_k) == (FIRST, attempt, 0)
         assert ledger.started(FIRST, attempt, 0, now=now + 0.5)
         if told:
-            late = clocks_of(ledger).is_late(group, now=now + 100.1)
-            ledger.fail(group, content=False, late=late, reason="not finished")
+            overdue = clocks_of(ledger).is_overdue(group, now=now + 100.1)
+            ledger.fail(group, content=False, overdue=overdue, reason="not finished")
         clocks_of(ledger).expire(now=now + 101.0)
     assert (group.state, group.strikes) == (State.QUARANTINED, 3)
 
@@ -144,8 +144,8 @@ def test_a_prompt_that_hangs_every_generator_is_quarantined(told: bool) -> None:
 def test_a_lease_given_back_late_but_never_begun_does_not_count() -> None:
     ledger = make_ledger()
     group = lease(ledger, now=0.0)
-    assert not clocks_of(ledger).is_late(group, now=100.1)
-    ledger.fail(group, content=False, late=False, reason="no room")
+    assert not clocks_of(ledger).is_overdue(group, now=100.1)
+    ledger.fail(group, content=False, overdue=False, reason="no room")
     assert (group.state, group.strikes) == (State.WAITING, 0)
 
 
@@ -153,8 +153,8 @@ def test_a_lease_that_waited_long_for_weights_and_then_failed_is_not_late() -> N
     ledger = make_ledger()
     group = lease(ledger, now=0.0)
     ledger.started(FIRST, 0, 0, now=90.0)
-    assert not clocks_of(ledger).is_late(group, now=120.0)
-    assert clocks_of(ledger).is_late(group, now=189.5)
+    assert not clocks_of(ledger).is_overdue(group, now=120.0)
+    assert clocks_of(ledger).is_overdue(group, now=189.5)
 
 
 def test_a_lease_that_its_generator_does_not_report_is_leased_again() -> None:

@@ -19,7 +19,7 @@ from serving_buffer import Serving, play, serving
 from asyncrl.journal import fates
 from asyncrl.messages import Failed, Hello, Lease
 from asyncrl.types import GroupId
-from buffer.leases import LATE_IN_A_ROW, Late, Suspension
+from buffer.leases import OVERDUE_IN_A_ROW, Overdue, Suspension
 from buffer.members import MAX_CONNECTIONS, MAX_GONE, Members
 
 NOW = 100.0
@@ -256,14 +256,14 @@ def test_a_generator_that_finishes_nothing_gets_no_more_leases(
         async with serving(tmp_path, config, train=40) as here:
             learner, stuck = here.learner(), here.generator("stuck")
             await learner.register()
-            leases = await stuck.lease(LATE_IN_A_ROW)
+            leases = await stuck.lease(OVERDUE_IN_A_ROW)
             for lease in leases:
                 await stuck.start(lease)
             beats = asyncio.create_task(stuck.beat_for_ever())
             if says_so:
                 await asyncio.sleep(0.51)
                 await fail_late(stuck, leases)
-            await until(lambda: here.run.members.by_name["stuck"].num_late >= LATE_IN_A_ROW)
+            await until(lambda: here.run.members.by_name["stuck"].num_overdue >= OVERDUE_IN_A_ROW)
             good = here.generator("good")
             await good.beat()
             row = await row_of(here, "stuck")
@@ -290,9 +290,9 @@ def suspended(*names: str) -> tuple[Members, Suspension]:
     return members, suspension
 
 
-def run_out(suspension: Suspension, name: str, number: int = LATE_IN_A_ROW) -> None:
+def run_out(suspension: Suspension, name: str, number: int = OVERDUE_IN_A_ROW) -> None:
     for index in range(number):
-        suspension.ran_out([Late(name, GroupId(0, index), 0)])
+        suspension.ran_out([Overdue(name, GroupId(0, index), 0)])
 
 
 def test_the_only_generator_gets_leases_whatever_ran_out() -> None:
@@ -343,8 +343,8 @@ def test_whoever_is_suspended_somebody_who_asks_gets_a_lease_in_time(
 ) -> None:
     """Each is (alive, suspended, asks for leases); only those that ask can take any."""
     members, suspension = suspended(*(f"{number}" for number in range(len(generators))))
-    for member, (alive, is_late, _) in zip(members.generators(), generators, strict=True):
-        member.alive, member.num_late = alive, LATE_IN_A_ROW * is_late
+    for member, (alive, is_overdue, _) in zip(members.generators(), generators, strict=True):
+        member.alive, member.num_overdue = alive, OVERDUE_IN_A_ROW * is_overdue
     asking = [
         member
         for member, (alive, _, asks) in zip(members.generators(), generators, strict=True)
@@ -357,9 +357,9 @@ def test_whoever_is_suspended_somebody_who_asks_gets_a_lease_in_time(
 def test_a_submitted_group_ends_the_row_of_late_leases() -> None:
     members, suspension = suspended("a", "b")
     a = members.by_name["a"]
-    run_out(suspension, "a", LATE_IN_A_ROW - 1)
+    run_out(suspension, "a", OVERDUE_IN_A_ROW - 1)
     suspension.worked(a)
-    run_out(suspension, "a", LATE_IN_A_ROW - 1)
+    run_out(suspension, "a", OVERDUE_IN_A_ROW - 1)
     assert suspension.may_lease(a, now=NOW)
     run_out(suspension, "a", 1)
     assert not suspension.may_lease(a, now=NOW)

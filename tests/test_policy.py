@@ -179,7 +179,7 @@ class Schedules(RuleBasedStateMachine):
         """Only such as would make the learner wait, and only when there is a full batch without."""
         if self.on_late == "wait":
             return
-        for group in self.ledger.let_go_late(reissue=self.on_late == "reissue"):
+        for group, _ in self.ledger.let_go_late(reissue=self.on_late == "reissue"):
             assert self.version == self.policy.next_step
             assert group.state in (State.STALE, State.WAITING, State.QUARANTINED)
             assert self.policy.can_assign() or self.policy.exhausted
@@ -196,8 +196,8 @@ class Schedules(RuleBasedStateMachine):
         elif kind == "drop":
             self.ledger.drop(group, "too long")
         else:
-            late = self.deadlines.is_late(group, now=self.now)
-            self.ledger.fail(group, content=kind == "content", late=late, reason="test")
+            overdue = self.deadlines.is_overdue(group, now=self.now)
+            self.ledger.fail(group, content=kind == "content", overdue=overdue, reason="test")
 
     @rule(member=st.sampled_from(["a", "b"]))
     def swap(self, member: str) -> None:
@@ -240,7 +240,9 @@ class Schedules(RuleBasedStateMachine):
         self.ledger.batches.rewind(self.version)
         for number in self.policy.outstanding:
             group = self.ledger.groups.by_number[number]
-            is_begun = group.state == State.READY or group.started_at is not None
+            is_begun = group.state == State.READY or (
+                group.state == State.LEASED and group.started_at is not None
+            )
             assert not (is_begun and group.version is not None and group.version > version)
 
     @rule()
@@ -453,7 +455,7 @@ def test_the_same_schedules_find_an_order_that_overtakes_without_rule_h(
     """By the policy's own assertion, and without it by this test's account of H."""
 
     def without_h(self: Ready, size: int, n: int, *, without: Collection[int] = ()) -> int:
-        return max(0, size - self._outstanding.finished.total())
+        return max(0, size - self.outstanding.finished.total())
 
     monkeypatch.setattr(Ready, "num_missing", without_h)
     if not asserted:
@@ -500,10 +502,10 @@ def test_only_the_head_of_the_queue_is_assigned() -> None:
     policy = StalenessPolicy(max_staleness=0, groups_per_step=1, num_groups=2, max_steps=2)
     policy.commit(1)
     first, second = policy.admit(), policy.admit()
-    policy.lease(second)
+    policy.lease(second, 0)
     policy.finish(second, 1)
     assert not policy.can_assign()
-    policy.lease(first)
+    policy.lease(first, 0)
     policy.finish(first, 0)
     assert policy.assign() == (first,)
 
@@ -550,7 +552,7 @@ def test_a_run_resumed_with_a_smaller_bound_assigns_what_was_waiting() -> None:
         if policy.can_admit():
             policy.admit()
         head = policy.outstanding[0]
-        assert policy.lease(head) == step
+        assert policy.lease(head, 0) == step
         policy.finish(head, step)
         assert policy.assign() == (head,)
         policy.commit(step + 1)

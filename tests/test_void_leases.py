@@ -37,7 +37,7 @@ def test_a_void_lease_is_given_up_at_once_and_its_places_go_to_another(
             buffer.void = [[0, 1, 0]]
             await buffer.until(lambda: bool(buffer.failed))
             assert worker.look().num_running == 2
-            assert worker.look().held == [[0, 0, 0]]
+            await buffer.until(lambda: worker.look().held == [[0, 0, 0]])
             buffer.leases = [lease(2)]
             await buffer.until(lambda: len(buffer.started) == 3)
             assert worker.look().num_running == 4
