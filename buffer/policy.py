@@ -8,7 +8,8 @@ at four moments:
 
 - admission: q + 1 groups must fit into the steps that v may still be trained in,
   floor((n + q) / B) <= last_step(v);
-- lease: min_version is the oldest version with which H holds for the group (buffer/orders.py);
+- lease: only to a generator that serves a version with which H holds for the group
+  (buffer/orders.py); until it begins, that version stands for its tokens;
 - submission: accepted if H holds with the group's oldest token;
 - assignment: B finished groups, chosen by the order, if H holds for those left behind.
 
@@ -95,7 +96,7 @@ class StalenessPolicy:
         return step <= versions.last_step(self.committed, self.max_staleness)
 
     def next_min_version(self) -> int:
-        """The min_version that the next admitted group would be leased with."""
+        """The oldest version that may generate the next group to be admitted."""
         return self._order.min_version(None, self._next_pick)
 
     def admit(self) -> int:
