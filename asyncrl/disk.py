@@ -18,6 +18,24 @@ def write_whole(file: Path, text: str) -> None:
     partial.replace(file)
 
 
+def replaceable(file: Path) -> Path:
+    """Where a finished file goes that is to be found at `file`, a name that the user gave: where a
+    symbolic link points to, if it is one. Raises ValueError when something is there that is no
+    regular file, or no directory to hold it."""
+    target = Path(os.path.realpath(file))
+    try:
+        if not target.parent.is_dir():
+            raise ValueError(f"{file} cannot be written: make the directory {target.parent} first")
+        if file.exists() and not file.is_file():
+            raise ValueError(
+                f"{file} is no regular file, and is not replaced: give the name of a file, which "
+                "may be there or not"
+            )
+    except OSError as error:
+        raise ValueError(f"{file} cannot be looked at: {error.strerror}") from None
+    return target
+
+
 def remove_whole(directory: Path) -> None:
     """Removes a directory, if it is there, in which somebody may be writing just now: it loses its
     name first, so that nothing is written into it any more, and goes again where it was made anew

@@ -104,7 +104,8 @@ def test_a_run_that_goes_on_is_exported_as_far_as_it_is(known: Path) -> None:
     ("arguments", "told"),
     [
         (["--step", "99"], "nothing to export"),
-        (["no/directory/out.parquet"], "cannot be written"),
+        (["no/directory/out.parquet"], "no/directory/out.parquet cannot be written: make the dir"),
+        (["."], ". is no regular file"),
     ],
 )
 def test_mistakes_are_one_message_and_code_2(known: Path, arguments: list[str], told: str) -> None:
@@ -113,6 +114,31 @@ def test_mistakes_are_one_message_and_code_2(known: Path, arguments: list[str], 
     assert (done.returncode, done.stdout) == (2, "")
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_only_a_regular_file_is_replaced_and_through_a_link_the_one_that_it_points_at(
+    known: Path, tmp_path: Path
+) -> None:
+    pipe, directory, link = (tmp_path / name for name in ("pipe", "directory", "link"))
+    os.mkfifo(pipe)
+    directory.mkdir()
+    for target in (pipe, directory):
+        link.symlink_to(target)
+        for out in (target, link):
+            with pytest.raises(ValueError, match="is no regular file, and is not replaced"):
+                export_run(str(known), out=out, step=None, fate=None)
+        link.unlink()
+    assert pipe.is_fifo()
+    assert list(directory.iterdir()) == []
+    for before in (None, b"an earlier export"):
+        target = tmp_path / f"{before is None}.parquet"
+        if before is not None:
+            target.write_bytes(before)
+        link.symlink_to(target.name)
+        assert export_run(str(known), out=link, step=None, fate=None) == 0
+        assert link.is_symlink()
+        assert parquet.read_table(target).num_rows == 26
+        link.unlink()
 
 
 def test_a_run_of_which_nothing_is_kept_says_so(tmp_path: Path) -> None:

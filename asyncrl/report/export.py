@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
-from asyncrl.disk import sync
+from asyncrl.disk import replaceable, sync
 from asyncrl.journal import open_read_only
 from asyncrl.journal_tables import GroupRow
 from asyncrl.report.reading import find_run, read_config, read_group, setting
@@ -66,19 +66,20 @@ def export_run(name: str, *, out: Path | None, step: int | None, fate: str | Non
     """Writes the stored rollouts of run `name`, of one step or fate if they are given, to `out` or
     to RUN/rollouts.parquet. Returns the exit code.
 
-    Raises ValueError when there is no such run, nothing to write, or no place to write it.
+    Raises ValueError when there is no such run, nothing to write, or no place to write it: only a
+    regular file is replaced.
     """
     path = find_run(name)
     out = out or path / "rollouts.parquet"
     decode = find_decoder(setting(read_config(path), "model.path"))
-    export = _Export(path, decode)
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    export, target = _Export(path, decode), replaceable(out)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         export.write(partial, _groups(path, step=step, fate=fate))
         if not export.num_rollouts:
             raise ValueError(f"{path}: nothing to export. {export.left_out()}")
         sync(partial)
-        partial.replace(out)
+        partial.replace(target)
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{out} cannot be written: {error}") from None
     finally:
