@@ -111,9 +111,11 @@ def test_a_run_that_failed_before_its_first_step_has_a_report_of_that(
     finished = run_local(config, "generator.scripted.tokens_per_s=500", directory=tmp_path)
     assert finished.code == 1, finished.logs()
     [line] = finished.errors.splitlines()
-    assert line.startswith("the run failed: 8 groups in a row gave nothing to train on")
+    said = re.match(r"the run failed: ((\d+) groups in a row gave nothing to train on)", line)
+    assert said
+    assert int(said[2]) >= 8  # several may come in at once
     lines = summary(finished.run_dir / "report" / "report.html")
-    assert lines["outcome"].startswith("failed: 8 groups in a row gave nothing to train on")
+    assert lines["outcome"].startswith(f"failed: {said[1]}")
     assert lines["steps"] == "0"
 
 
