@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -189,9 +188,10 @@ class Run:
             record, waited_for=self._waited_for, at=now + self.books.wall_offset
         )
         self.watch.watchdog.got_on(now=now)
+        reward = f"reward {values['reward_mean']:.3f}, " if "reward_mean" in values else ""
         log.info(
-            "step %d: %d groups, staleness %.2f (max %d), reward %.3f, %d filtered, waited %.1f s",
+            "step %d: %d groups, staleness %.2f (max %d), %s%d filtered, waited %.1f s",
             *(step, len(groups), values["staleness_mean"], values["staleness_max"]),
-            *(values.get("reward_mean", math.nan), values["num_filtered"], waited_s),
+            *(reward, values["num_filtered"], waited_s),
         )
         self._waited_for = ""
