@@ -245,6 +245,8 @@ class Server:
         """Peer and number of each request that is being answered."""
         self._held_bytes = 0
         """Of the frames that came with them."""
+        self._full_since: float | None = None
+        self._unread_s = 0.0
         self._is_reading_soon = False
         self._refused, self._unanswered = Seldom(log), Seldom(log)
         self.num_refused = 0
@@ -259,6 +261,13 @@ class Server:
                 "Set network.buffer to a free one."
             ) from None
         self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def take_unread_s(self) -> float:
+        """Seconds, since the last call, in which nothing was read for MAX_HELD_BYTES: nobody could
+        be heard."""
+        self._note_full(self._full_since is not None)
+        unread_s, self._unread_s = self._unread_s, 0.0
+        return unread_s
 
     async def serve(self) -> None:
         """Reads for ever; cancel it to stop."""
@@ -287,6 +296,7 @@ class Server:
         try:
             for _ in range(READ_AT_ONCE):
                 if self._held_bytes > MAX_HELD_BYTES:
+                    self._note_full(True)
                     return
                 self._received(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
         except zmq.Again:
@@ -324,10 +334,16 @@ class Server:
     def _answered(self, task: asyncio.Task[None], asked: tuple[bytes, int], num_bytes: int) -> None:
         self._tasks.discard(task)
         self._asked.discard(asked)
-        was_full = self._held_bytes > MAX_HELD_BYTES
         self._held_bytes -= num_bytes
-        if was_full:
+        if self._full_since is not None and self._held_bytes <= MAX_HELD_BYTES:
+            self._note_full(False)
             self._read_soon()
+
+    def _note_full(self, is_full: bool) -> None:
+        now = time.monotonic()
+        if self._full_since is not None:
+            self._unread_s += now - self._full_since
+        self._full_since = now if is_full else None
 
     async def _answer(self, peer: bytes, packet: Packet) -> None:
         try:

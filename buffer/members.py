@@ -176,6 +176,12 @@ class Members:
             if member.alive:
                 member.last_seen = now
 
+    def excuse_silence(self, seconds: float, *, now: float) -> None:
+        """Nobody could be heard for so long: that does not count as silence."""
+        for member in self.by_name.values():
+            if member.alive:
+                member.last_seen = min(now, member.last_seen + seconds)
+
     def generators(self) -> list[Member]:
         return [member for member in self.by_name.values() if member.role == "generator"]
 

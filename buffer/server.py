@@ -75,6 +75,7 @@ class BufferServer:
         self._stopped = asyncio.Event()
         self._fatal: Exception | None = None
         self._saved_end: End | None = None
+        self._saving: asyncio.Task[None] | None = None
         self._transport = transport.Server(address, self._handle)
         self.address = self._transport.address
         self._handlers: dict[str, Mapping[type[Message], Handler]] = {
@@ -105,8 +106,10 @@ class BufferServer:
                 self._run.watch.note_last(now=time.monotonic())
                 await self._changes.save()
         finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            tasks = [reader, *([self._saving] if self._saving else [])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._transport.close()
         if self._fatal is not None:
             raise self._fatal
@@ -144,18 +147,30 @@ class BufferServer:
             run.tick(now=now)
             run.watch.look_at_own_time(now=now)
             run.advance(now=now)
-            if run.is_due(now=now) or run.end != self._saved_end:
-                self._saved_end = run.end
-                await self._changes.save()
+            self._save_what_is_due(now)
             await wait_for(self._stopped, tick_s)
         if reader.done():
             reader.result()
 
+    def _save_what_is_due(self, now: float) -> None:
+        """Does not wait for it: the clock is looked at while a disk stands still. Raises what has
+        kept the last one from the disk."""
+        if self._saving is not None and self._saving.done():
+            self._saving.result()
+            self._saving = None
+        if self._saving is None and (self._run.is_due(now=now) or self._run.end != self._saved_end):
+            self._saved_end = self._run.end
+            self._saving = asyncio.create_task(self._changes.save())
+
     def _excuse(self, late_s: float, now: float) -> None:
-        """A look at the clock that comes much too late says that this process stood still."""
+        """A look at the clock that comes much too late says that this process stood still; and
+        what is not read is nobody's silence."""
+        unread_s = self._transport.take_unread_s()
         if late_s > self._run.members.heartbeat_s:
             self._run.watch.excuse(late_s, now=now)
             self._farewell.excuse(late_s)
+        elif unread_s > 0:
+            self._run.watch.excuse_silence(unread_s, now=now)
 
     async def _handle(self, peer: bytes, packet: Packet) -> transport.Reply:
         self._note_change()

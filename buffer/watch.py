@@ -140,6 +140,13 @@ class Watch:
         self._evaluations.excuse(seconds)
         self.watchdog.excuse(seconds)
 
+    def excuse_silence(self, seconds: float, *, now: float) -> None:
+        """Nothing was read for so long: what others sent is still to come. The watchdog counts that
+        time, as the run has not got on in it."""
+        self.members.excuse_silence(seconds, now=now)
+        self.leases.excuse(seconds)
+        self._evaluations.excuse(seconds)
+
     def _pass_on(self, member: Member, now: float) -> int:
         """What a member held that is no longer there; returns how many leases."""
         self.history.note(member, now=now)

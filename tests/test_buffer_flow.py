@@ -117,6 +117,38 @@ def test_while_the_disk_stands_still_submits_wait_and_signs_of_life_are_answered
     play(scenario())
 
 
+def test_nobody_is_dead_for_what_the_buffer_does_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "MAX_HELD_BYTES", 1)
+    config = make_config(max_steps=1, prompts_per_step=2, network__heartbeat_s=0.1)
+
+    async def scenario() -> None:
+        async with serving(tmp_path, config, segment_bytes=1 << 30) as here:
+            learner, generator, silent = here.learner(), here.generator(), here.generator("silent")
+            await learner.register()
+            leases = [*await generator.lease(1), *await silent.lease(1)]
+            disk = StandingDisk(tmp_path / "segments" / "000001")
+            submit = asyncio.create_task(generator.submit(leases[0]))
+            while here.run.books.ledger.groups.counts[State.READY] < 1:
+                await asyncio.sleep(0.01)
+            beats = asyncio.create_task(generator.beat_for_ever())
+            await asyncio.sleep(1.0)  # ten heartbeats
+            members = here.run.members.by_name
+            dead = [each.name for each in members.values() if not each.alive]
+            held = here.run.books.ledger.held(leases[1].group_id, 0, by="silent")
+            was_done = submit.done()
+            await disk.drain()
+            assert not was_done and not dead and held is not None
+            assert (await submit).verdict == "accepted"
+            while members["silent"].alive:  # it is heard no more, and dies now
+                await asyncio.sleep(0.01)
+            assert members["generator-0"].alive
+            beats.cancel()
+
+    play(scenario())
+
+
 def test_a_request_that_is_sent_again_while_it_is_being_answered_is_not_begun_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
