@@ -20,9 +20,10 @@ from asyncrl.wire import Frame, WireError, decode_columns
 from buffer.arrivals import Arrival, fault, summarize
 from buffer.books import Books
 from buffer.leases import Overdue
-from buffer.ledger import Judgement, LeaseId
+from buffer.ledger import Judgement
 from buffer.members import Member
 from buffer.prompts import pack_row
+from buffer.void import LeaseId
 from buffer.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class Generation:
 
     def take_void(self, member: Member) -> list[list[int]]:
         """Leases that were taken from this generator and that it has not been told of."""
-        return [[*lease.group, lease.attempt] for lease in self._ledger.take_void(member.name)]
+        return [[*lease.group, lease.attempt] for lease in self._ledger.void.take(member.name)]
 
     def _given_up(self, member: Member, failed: Failed) -> None:
         """How far a generator had come with a lease that was not its own any more."""

@@ -56,7 +56,6 @@ class LeaseClocks:
         held = [group for group in self._ledger.groups.leased() if group.member == member]
         for group in held:
             self._ledger.reissue(group, reason)
-        self._ledger.take_void(member)
         return len(held)
 
     def reconcile(self, member: str, held: Iterable[tuple[GroupId, int]], *, now: float) -> None:
@@ -87,6 +86,10 @@ class LeaseClocks:
             else:
                 self._ledger.strike(group, reason)
         return expired
+
+    def forget_void(self, there: Iterable[Member]) -> None:
+        """Generators that are not `there` are told of nothing that was taken from them."""
+        self._ledger.void.forget_others({member.name for member in there})
 
     def excuse(self, seconds: float) -> None:
         """The buffer itself stood still for so long: no lease has used that time."""

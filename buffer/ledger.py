@@ -11,23 +11,16 @@ passed in (seconds of a monotonic clock).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from asyncrl.journal_tables import GroupRow, PayloadRef
 from asyncrl.types import GroupId
 from buffer.batches import Batches
 from buffer.groups import OPEN, OUTSTANDING, Group, Groups, State
 from buffer.policy import StalenessPolicy
+from buffer.void import LeaseId, VoidLeases
 
 Judgement = Literal["accepted", "duplicate", "superseded", "stale", "unknown"]
-
-
-class LeaseId(NamedTuple):
-    """One attempt at a group, by one generator."""
-
-    group: GroupId
-    attempt: int
-    member: str
 
 
 class Ledger:
@@ -48,7 +41,7 @@ class Ledger:
         self.groups = Groups()
         """Their counts by state add up to what was admitted."""
         self.batches = Batches(policy, self.groups)
-        self._void: dict[str, list[LeaseId]] = {}
+        self.void = VoidLeases()
 
     def restore(
         self,
@@ -187,10 +180,6 @@ class Ledger:
                 self._settle(group, State.STALE, reason)
         return late
 
-    def take_void(self, member: str) -> list[LeaseId]:
-        """Leases that were taken from this generator since the last call."""
-        return self._void.pop(member, [])
-
     def drop(self, group: Group, reason: str) -> None:
         """No further attempt at this leased group can help: its fate is DROPPED."""
         group.member = ""  # whoever held it need not be told
@@ -285,7 +274,7 @@ class Ledger:
     def _void_lease(self, group: Group) -> None:
         """Whoever holds it now is to hear that it does so no longer."""
         if group.state == State.LEASED and group.member:
-            self._void.setdefault(group.member, []).append(_lease_of(group))
+            self.void.add(_lease_of(group))
 
     def _settle(self, group: Group, state: State, reason: str) -> None:
         if state != State.FILTERED:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from asyncrl import versions
 from buffer.arrivals import Arrival
 from buffer.groups import Group
-from buffer.ledger import LeaseId
+from buffer.void import LeaseId
 
 Values = dict[str, float | int | str]
 

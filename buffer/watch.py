@@ -119,6 +119,7 @@ class Watch:
             log.warning(
                 "%s has sent nothing for %.1f s: dead or stopped; %s", member, silent_s, after
             )
+        self.leases.forget_void(self.members.alive())
 
     def why_stalled(self, *, now: float) -> str | None:
         """Why the run is to be given up, all stacks being in the log by then; or None."""

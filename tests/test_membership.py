@@ -382,6 +382,20 @@ def test_a_buffer_that_stood_still_blames_nobody(tmp_path: Path) -> None:
     play(scenario())
 
 
+def test_what_is_void_is_kept_for_generators_that_are_there(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config(network__heartbeat_s=60)) as here:
+            assert len(await here.generator("there").lease()) == 1
+            ledger, now = here.run.books.ledger, time.monotonic()
+            assert ledger.lease("gone", serving_version=0, now=now) is not None
+            here.run.watch.leases.expire(now=now + 1e5)
+            here.run.watch.look_for_members(now=now)
+            assert ledger.void.take("gone") == []
+            assert ledger.void.take("there") == [(GroupId(0, 0), 0, "there")]
+
+    play(scenario())
+
+
 def hello(name: str) -> Hello:
     return Hello(role="generator", member=name, run_id=None, host="test", pid=1)
 
