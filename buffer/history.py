@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.journal import open_read_only
 from asyncrl.journal_tables import BeatRow
+from buffer.lives import Lives
 from buffer.members import Member
-from buffer.recent import Recent
 
 EARLY_SHARE = 0.9
 """A heartbeat that comes before this share of the interval has passed (after a swap) makes no row:
@@ -41,7 +41,7 @@ class History:
         self._last: dict[str, _Last] = {}
         self._rows: list[BeatRow] = []
         self._oldest: float | None = None
-        self.recent = Recent()
+        self.lives = Lives()
         """What the status tells of all this."""
 
     def heard(self, member: Member, *, now: float) -> None:
@@ -55,7 +55,7 @@ class History:
         row = self._row(member, now)
         self._last[member.name] = _Last(now, row, dict(member.seconds))
         self._rows.append(row)
-        self.recent.add(row)
+        self.lives.add(row)
         self._oldest = now if self._oldest is None else self._oldest
 
     def note_last(self, members: Iterable[Member]) -> None:
@@ -66,11 +66,16 @@ class History:
             if last is not None and (last.row.state, last.seconds) != said:
                 self.note(member, now=member.last_seen)
 
+    def forget_others(self, there: Collection[str]) -> None:
+        """Of members that are not `there` no heartbeat is compared with the last one."""
+        for name in self._last.keys() - set(there):
+            del self._last[name]
+
     def up_to_now(self, members: Iterable[Member]) -> list[BeatRow]:
         """Enough rows for the shares of the last minutes and of the whole run: those that are
         kept, and what each of `members` has said last."""
         latest = [self._row(member, member.last_seen) for member in members if member.seconds]
-        return [*self.recent.rows(), *latest]
+        return [*self.lives.rows(), *latest]
 
     def wall(self, now: float) -> float:
         """The wall-clock time."""

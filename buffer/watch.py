@@ -19,9 +19,9 @@ from asyncrl.types import GroupId
 from buffer.books import Books
 from buffer.history import History
 from buffer.leases import LeaseClocks, Suspension
+from buffer.lives import time_values
 from buffer.loop_clock import LoopClock
 from buffer.members import Member, Members
-from buffer.recent import time_values
 from buffer.waiting import Waits, stall_reason
 
 log = logging.getLogger(__name__)
@@ -120,6 +120,7 @@ class Watch:
                 "%s has sent nothing for %.1f s: dead or stopped; %s", member, silent_s, after
             )
         self.leases.forget_void(self.members.alive())
+        self.history.forget_others({member.name for member in self._everybody()})
 
     def why_stalled(self, *, now: float) -> str | None:
         """Why the run is to be given up, all stacks being in the log by then; or None."""

@@ -8,6 +8,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 from scripted_peers import make_config
 from serving_buffer import play, serving
 
@@ -15,8 +16,8 @@ from asyncrl.journal import Journal, fates, open_read_only
 from asyncrl.journal_tables import BeatRow, Change
 from asyncrl.types import WeightId
 from buffer.history import IDLE_ROW_S, History, earlier_beats
+from buffer.lives import MAX_LIVES, RECENT_S, Lives, time_values
 from buffer.members import Member
-from buffer.recent import RECENT_S, Recent, time_values
 
 
 class Heard:
@@ -86,14 +87,35 @@ def beat_at(age: float, *, member: str = "generator-0-aaaa", began: float = 0.0)
 
 
 def test_what_the_status_keeps_tells_of_the_whole_run_and_of_the_last_minutes() -> None:
-    recent = Recent()
+    lives = Lives()
     for age in range(5, 4005, 5):
-        recent.add(beat_at(float(age)))
-    assert len(recent.rows()) < 40
-    [row] = time_values(recent.rows(), now=4000.0)
+        lives.add(beat_at(float(age)))
+    assert len(lives.rows()) < 40
+    [row] = time_values(lives.rows(), now=4000.0)
     assert row["process"] == "generator-0"
     assert row["run"] == {"generating": 2000, "waiting for leases": 2000}
     assert row["recent"] == {"generating": RECENT_S / 2, "waiting for leases": RECENT_S / 2}
+
+
+def test_what_the_status_keeps_is_bounded_however_many_lives_a_process_has() -> None:
+    lives = Lives()
+    for number in range(2 * MAX_LIVES):
+        for age in range(5, 65, 5):
+            lives.add(beat_at(float(age), member=f"generator-0-{number:04}", began=60.0 * number))
+    rows = lives.rows()
+    assert len({row.member for row in rows}) == MAX_LIVES
+    assert len(rows) < 4 * MAX_LIVES
+    [row] = time_values(rows, now=60.0 * 2 * MAX_LIVES)
+    assert sum(row["run"].values()) == pytest.approx(60 * MAX_LIVES)
+    assert sum(row["recent"].values()) == pytest.approx(RECENT_S)
+    assert row["run"].get("away", 0.0) == pytest.approx(0.0)
+
+
+def test_a_member_that_is_forgotten_and_comes_back_makes_a_row_at_once() -> None:
+    heard = Heard()
+    heard.beat(5.0, "generating", 100, generating=4.0)
+    heard.history.forget_others({"generator-1"})
+    assert len(heard.beat(6.0, "generating", 100, generating=4.0)) == 1
 
 
 def test_a_buffer_that_comes_back_knows_where_the_time_went_before(tmp_path: Path) -> None:
@@ -102,10 +124,10 @@ def test_a_buffer_that_comes_back_knows_where_the_time_went_before(tmp_path: Pat
     journal = Journal(tmp_path)
     journal.write(Change(beats=(*first, *second))).result()
     journal.close()
-    recent = Recent()
+    lives = Lives()
     for row in earlier_beats(tmp_path):
-        recent.add(row)
-    [told] = time_values(recent.rows(), now=120.0)
+        lives.add(row)
+    [told] = time_values(lives.rows(), now=120.0)
     assert told["run"] == {"generating": 45, "waiting for leases": 45, "away": 30}
     assert earlier_beats(tmp_path / "elsewhere") == []
 

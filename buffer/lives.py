@@ -14,6 +14,8 @@ RECENT_S = 300.0
 """What `recent` in the status goes back to."""
 APART_S = RECENT_S / 20
 """Rows of a process that are kept lie at least so far apart."""
+MAX_LIVES = 500
+"""So many lives are told of; those that were last heard longest ago are forgotten."""
 
 
 @dataclass(slots=True)
@@ -33,9 +35,9 @@ class _Life:
             self.recent.popleft()
 
 
-class Recent:
+class Lives:
     """A few rows of each life: sums in a heartbeat count from the start of its process, so the
-    first and the last tell of all of it."""
+    first and the last tell of all of it, and only of the last minutes there are more."""
 
     def __init__(self) -> None:
         self._lives: dict[str, _Life] = {}
@@ -44,7 +46,10 @@ class Recent:
         """Rows that have not counted anything yet tell nothing."""
         if row.seconds == "{}":
             return
-        life = self._lives.setdefault(row.member, _Life(first=row, last=row))
+        if row.member not in self._lives:
+            self._make_room(row.at)
+            self._lives[row.member] = _Life(first=row, last=row)
+        life = self._lives[row.member]
         life.add(row)
         life.forget(row.at - RECENT_S)
 
@@ -52,6 +57,13 @@ class Recent:
         return [
             row for life in self._lives.values() for row in (life.first, *life.recent, life.last)
         ]
+
+    def _make_room(self, at: float) -> None:
+        """For one more life, that begins about this time."""
+        for life in self._lives.values():
+            life.forget(at - RECENT_S)
+        if len(self._lives) >= MAX_LIVES:
+            del self._lives[min(self._lives, key=lambda member: self._lives[member].last.at)]
 
 
 def time_values(rows: list[BeatRow], *, now: float) -> list[dict[str, Any]]:
