@@ -7,7 +7,8 @@ SIGKILL of the process; with durability `full` it survives loss of power, too.
 
     run directory/
       journal.sqlite      journal.lock (held by the one process that writes)
-      segments/000001     payloads one after the other; the rows know offset and length
+      segments/000001     payloads one after the other, each with a checksum; the rows know offset
+                          and length
 
     (the tables: asyncrl/journal_tables.py)
 
@@ -124,7 +125,7 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """Of all payloads that are stored or queued."""
+        """Of all payloads that are stored or queued, with their checksums."""
         return self._segments.num_bytes
 
     def append(self, payload: Frame, *, is_read_soon: bool = True) -> PayloadRef:
@@ -153,7 +154,8 @@ class Journal:
         return done
 
     def read(self, ref: PayloadRef) -> Frame:
-        """The payload at `ref`, whose write has completed. May be called from any thread."""
+        """The payload at `ref`, whose write has completed. May be called from any thread. Raises
+        segments.DamagedError when the disk has not what was written."""
         payload = self._recent.take(ref)
         return self._segments.read(ref) if payload is None else payload
 

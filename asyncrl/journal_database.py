@@ -87,21 +87,9 @@ class JournalDatabase:
         self._sql.close()
 
     def _make_tables(self) -> None:
-        found = self._found_schema()
-        if found != str(SCHEMA):
-            raise ValueError(
-                f"{self._path} has schema {found}, this program reads {SCHEMA}: "
-                "go on with the version of asyncrl that began the run, or start a new run"
-            )
+        refuse_other_schema(self._sql, self._path)
         self._sql.executescript(TABLES)
         self._sql.execute("INSERT OR IGNORE INTO meta VALUES('schema', ?)", (str(SCHEMA),))
-
-    def _found_schema(self) -> str:
-        """That of the tables that are there; SCHEMA where there are none yet."""
-        if not self._sql.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
-            return str(SCHEMA)
-        row = self._sql.execute("SELECT value FROM meta WHERE key='schema'").fetchone()
-        return str(row[0]) if row else str(SCHEMA)
 
     def _upsert(self, change: Change) -> None:
         tables: tuple[tuple[str, tuple[tuple[object, ...], ...]], ...] = (
@@ -131,3 +119,15 @@ class JournalDatabase:
             self._num_beats -= thinned.rowcount
             # More where many processes have few each: not every heartbeat is to look for some.
             self._max_beats = max(self._max_beats, self._num_beats * 9 // 8)
+
+
+def refuse_other_schema(sql: sqlite3.Connection, path: Path) -> None:
+    """Raises ValueError, naming `path`, for a database with tables of another schema."""
+    found = None
+    if sql.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
+        found = sql.execute("SELECT value FROM meta WHERE key='schema'").fetchone()
+    if found is not None and found[0] != str(SCHEMA):
+        raise ValueError(
+            f"{path} has schema {found[0]}, this program reads {SCHEMA}: "
+            "go on with the version of asyncrl that began the run, or start a new run"
+        )

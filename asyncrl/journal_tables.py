@@ -22,8 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-SCHEMA = 3
-"""Raised by any change to a table. A journal of another schema is refused."""
+SCHEMA = 4
+"""Raised by any change to a table, or to what lies in the segments. A journal of another
+schema is refused."""
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS groups(
@@ -51,7 +52,7 @@ CREATE TABLE IF NOT EXISTS beats(
 
 
 class PayloadRef(NamedTuple):
-    """Where a payload lies."""
+    """Where a payload lies; `length` is without its checksum."""
 
     segment: int
     offset: int

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.journal import open_read_only
+from asyncrl.journal_database import refuse_other_schema
 from asyncrl.journal_tables import PayloadRef, StepRow
-from asyncrl.segments import read_payload
+from asyncrl.segments import DamagedError, read_payload
+from asyncrl.types import GroupId
 
 _PREFIX = "version-"
 
@@ -28,7 +30,8 @@ class RecordedBatch:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """Methods raise ValueError when the journal is not there or cannot be read."""
+    """Methods raise ValueError when the journal is not there, is of another schema or cannot be
+    read."""
 
     path: Path
 
@@ -55,14 +58,14 @@ class RecordedRun:
         return [step for step in range(since, before) if step not in whole]
 
     def batch(self, step: int) -> RecordedBatch:
-        """ValueError when some of it is not stored any more."""
+        """ValueError when some of it is not stored any more, or is damaged."""
         rows = self._select("SELECT * FROM steps WHERE step=?", step)
         refs = self._select(
-            "SELECT segment, offset, length FROM groups WHERE step=? AND segment NOT NULL "
-            "ORDER BY number",
+            "SELECT epoch, position, segment, offset, length FROM groups "
+            "WHERE step=? AND segment NOT NULL ORDER BY number",
             step,
         )
-        stored = [read_payload(self._segments, PayloadRef(*ref)) for ref in refs]
+        stored = [self._payload(step, GroupId(*ref[:2]), PayloadRef(*ref[2:])) for ref in refs]
         frames = tuple(frame for frame in stored if frame is not None)
         row = StepRow._make(rows[0]) if rows else None
         if row is None or len(frames) != row.num_groups:
@@ -72,6 +75,12 @@ class RecordedRun:
                 "Runs with buffer.keep_payloads=always keep every batch"
             )
         return RecordedBatch(row, frames)
+
+    def check_batches(self, *, since: int, before: int) -> None:
+        """Reads the batches of these steps. ValueError for the first one that `batch` raises it
+        for."""
+        for step in range(since, before):
+            self.batch(step)
 
     def digest(self, version: int) -> str | None:
         """Of the newest publication of this version; None when it was never published."""
@@ -86,6 +95,15 @@ class RecordedRun:
         names = {path.name.removeprefix(_PREFIX): path for path in directories}
         return {int(name): path for name, path in names.items() if name.isdecimal()}
 
+    def _payload(self, step: int, group: GroupId, ref: PayloadRef) -> bytes | None:
+        try:
+            return read_payload(self._segments, ref)
+        except DamagedError as error:
+            before = f". max_steps={step} replays what was trained before it" if step else ""
+            raise ValueError(
+                f"group {group} of step {step} cannot be read: {error}{before}"
+            ) from None
+
     @property
     def _segments(self) -> Path:
         return self.path / "segments"
@@ -93,6 +111,7 @@ class RecordedRun:
     def _select(self, query: str, *values: int) -> list[tuple[Any, ...]]:
         with closing(open_read_only(self.path)) as database:
             try:
+                refuse_other_schema(database, self.path / "journal.sqlite")
                 return database.execute(query, values).fetchall()
             except sqlite3.Error as error:
                 raise ValueError(

@@ -1,4 +1,5 @@
-"""Payloads one after the other in append-only files, `segments/000001` and so on.
+"""Payloads, each with its checksum behind it, one after the other in append-only files,
+`segments/000001` and so on.
 
 A segment is closed when it would grow too large, and with its process; it is deleted whole.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zlib
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -18,8 +20,14 @@ from asyncrl.wire import Frame, view
 
 log = logging.getLogger(__name__)
 
+CHECKSUM_BYTES = 4
+"""CRC-32 (zlib.crc32) of a payload, little-endian."""
 MAX_AT_ONCE = 1024
 """Buffers that one call of writev takes (IOV_MAX)."""
+
+
+class DamagedError(ValueError):
+    """A payload cannot be read as it was written; the text names segment and offset."""
 
 
 class Segments:
@@ -42,23 +50,24 @@ class Segments:
 
     @property
     def num_bytes(self) -> int:
-        """Of all payloads that are there or have a place."""
+        """Of all payloads that are there or have a place, with their checksums."""
         return self._placed_bytes - self._deleted_bytes
 
     def place(self, length: int) -> PayloadRef:
         """Where the next payload will lie. Payloads are written in the order of their places."""
         segment, offset, _ = self._next
-        if offset and offset + length > self._segment_bytes:
+        num_bytes = length + CHECKSUM_BYTES
+        if offset and offset + num_bytes > self._segment_bytes:
             segment, offset = segment + 1, 0
-        self._next = PayloadRef(segment, offset + length, 0)
-        self._placed_bytes += length
+        self._next = PayloadRef(segment, offset + num_bytes, 0)
+        self._placed_bytes += num_bytes
         return PayloadRef(segment, offset, length)
 
     def read(self, ref: PayloadRef) -> bytes:
-        """The payload at `ref`, which has been written."""
+        """The payload at `ref`, which has been written. Raises DamagedError."""
         data = read_payload(self._directory, ref)
         if data is None:
-            raise RuntimeError(f"payload {ref} is not whole: the journal is damaged")
+            raise DamagedError(f"{self._path(ref.segment)} is not there (byte {ref.offset})")
         return data
 
     def write(self, payloads: Sequence[tuple[PayloadRef, Frame]]) -> None:
@@ -67,7 +76,8 @@ class Segments:
             if self._file is None or self._writing != segment:
                 self.sync()
                 self._begin(segment)
-            self._append([view(payload) for _, payload in found])
+            parts = [view(payload) for _, payload in found]
+            self._append([part for data in parts for part in (data, memoryview(_checksum(data)))])
 
     def _append(self, rest: list[memoryview]) -> None:
         """In as few calls as can be: each gives the interpreter away, and waits to have it back."""
@@ -120,13 +130,33 @@ class Segments:
 
 
 def read_payload(directory: Path, ref: PayloadRef) -> bytes | None:
-    """The payload at `ref` in the segments of `directory`; None where it is not, or not whole."""
+    """The payload at `ref` in the segments of `directory`; None where that segment is not there,
+    as it is deleted. Raises DamagedError when what is there is not what was written."""
+    path = _path(directory, ref.segment)
     try:
-        with _path(directory, ref.segment).open("rb") as file:
+        with path.open("rb") as file:
             data = os.pread(file.fileno(), ref.length, ref.offset)
+            checksum = os.pread(file.fileno(), CHECKSUM_BYTES, ref.offset + ref.length)
+            end = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         return None
-    return data if len(data) == ref.length else None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read at byte {ref.offset}: {error}") from None
+    if len(data) + len(checksum) < ref.length + CHECKSUM_BYTES:
+        raise DamagedError(
+            f"{path} is cut: it ends at byte {end}, before the end of the {ref.length} bytes from "
+            f"byte {ref.offset} on and their checksum"
+        )
+    if checksum != _checksum(memoryview(data)):
+        raise DamagedError(
+            f"{path} is damaged: the {ref.length} bytes from byte {ref.offset} on are not those "
+            "that were written (their checksum is another)"
+        )
+    return data
+
+
+def _checksum(data: memoryview) -> bytes:
+    return zlib.crc32(data).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def _path(directory: Path, segment: int) -> Path:

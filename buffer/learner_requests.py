@@ -24,9 +24,11 @@ from asyncrl.messages import (
     Registered,
     Waiting,
 )
-from asyncrl.wire import Packet
+from asyncrl.segments import DamagedError
+from asyncrl.wire import Frame, Packet
 from buffer.changes import Changes, Handler
 from buffer.evaluation import Evaluations
+from buffer.groups import Group
 from buffer.members import Member
 from buffer.run import AssignedBatch, Run
 
@@ -85,7 +87,10 @@ class LearnerRequests:
         if isinstance(found, Refused):
             return found
         if isinstance(found, AssignedBatch):
-            return await self._batch(found)
+            reply = await self._batch(found)
+            if not isinstance(reply, End):
+                return reply
+            found = reply
         if isinstance(found, End):
             member.heard_end, self._run.books.training.end_step = True, fetch.step
             return found.model_copy(update={"records": self._mail.take()})
@@ -98,10 +103,20 @@ class LearnerRequests:
         )
 
     async def _batch(self, batch: AssignedBatch) -> transport.Reply:
-        refs = [group.payload for group in batch.groups if group.payload is not None]
-        if len(refs) != batch.step.num_groups:
-            raise RuntimeError(f"{len(refs)} payloads are there for {batch.step}")
-        frames = await asyncio.to_thread(lambda: tuple(map(self._run.books.journal.read, refs)))
+        """With its groups; or the end, where the journal is damaged."""
+        groups = [group for group in batch.groups if group.payload is not None]
+        if len(groups) != batch.step.num_groups:
+            raise RuntimeError(f"{len(groups)} payloads are there for {batch.step}")
+        try:
+            frames = await asyncio.to_thread(lambda: tuple(map(self._read, groups)))
+        except DamagedError as error:
+            refused = self._run.why_not(batch.step.step)
+            if refused is not None:  # deleted while it was read: the checkpoints are newer
+                return refused
+            self._run.ending.give_up(str(error))
+            await self._changes.save()
+            assert self._run.end is not None
+            return self._run.end
         record = Record.model_validate_json(batch.step.record)
         message = Batch(
             step=batch.step.step,
@@ -111,6 +126,17 @@ class LearnerRequests:
             records=[record, *self._mail.take()],
         )
         return message, frames
+
+    def _read(self, group: Group) -> Frame:
+        assert group.payload is not None
+        try:
+            return self._run.books.journal.read(group.payload)
+        except DamagedError as error:
+            raise DamagedError(
+                f"group {group.id} of step {group.step} cannot be read: {error}. The batch of a "
+                "step is never changed, so this run cannot go on from here: take another run_name, "
+                "and a checkpoint of this run as checkpoint.resume"
+            ) from None
 
     def _note_waiting(self, step: int) -> str:
         now = time.monotonic()

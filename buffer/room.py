@@ -12,6 +12,7 @@ from asyncrl.config import Config
 from asyncrl.journal import SEGMENT_BYTES, Journal
 from asyncrl.journal_tables import PayloadRef
 from asyncrl.memory_journal import MemoryJournal
+from asyncrl.segments import CHECKSUM_BYTES
 from asyncrl.wire import TOKEN_BYTES, Frame
 from buffer.groups import FATES, OPEN
 from buffer.ledger import Ledger
@@ -50,9 +51,10 @@ def cap_bytes(config: Config) -> int:
 
 def largest_group_bytes(config: Config) -> int:
     """The frame of a group (wire.encode_group) whose prompt and responses have their full length,
-    with 256 bytes of rewards and their parts for each."""
+    with 256 bytes of rewards and their parts for each, and its checksum."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    return 1024 + 4 * prompt + config.group_size * (256 + TOKEN_BYTES * response)
+    samples = config.group_size * (256 + TOKEN_BYTES * response)
+    return 1024 + 4 * prompt + samples + CHECKSUM_BYTES
 
 
 class JournalRoom:
@@ -101,7 +103,7 @@ class JournalRoom:
         """Where the group lies, from the next save on; None for a filtered one without space."""
         if is_filtered and (self._is_low or isinstance(self._journal, MemoryJournal)):
             return None
-        self._group_bytes = max(self._group_bytes, len(frame))
+        self._group_bytes = max(self._group_bytes, len(frame) + CHECKSUM_BYTES)
         return self._journal.append(frame, is_read_soon=not is_filtered)
 
     def retain(self) -> Future[None]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from scripted_peers import Learner, make_config
 from serving_buffer import play, serving
 
-from asyncrl.messages import Fetch, Heartbeat, WatchWeights
+from asyncrl.journal import open_read_only
+from asyncrl.messages import End, Fetch, Heartbeat, WatchWeights
+from asyncrl.report.reading import why_failed
 from buffer.status import status_values
 
 
@@ -99,6 +101,43 @@ def test_a_commit_that_never_arrived_counts_as_if_it_had(tmp_path: Path) -> None
             assert here.run.books.evaluations.versions_due == [2]
 
     play(scenario())
+
+
+def test_a_damaged_group_fails_the_run_at_its_step_and_is_named(tmp_path: Path) -> None:
+    config = make_config(max_staleness=1)
+
+    async def first_life() -> None:
+        async with serving(tmp_path, config, train=40) as here:
+            learner, generator = here.learner(), here.generator()
+            await learner.register()
+            for lease in await generator.lease(8):
+                await generator.submit(lease)
+            await learner.fetch(0)
+
+    async def second_life() -> None:
+        async with serving(tmp_path, config, train=40) as here:
+            learner = here.learner()
+            await learner.register()
+            assert (await learner.fetch(0)).type == "batch"
+            await learner.commit()
+            end = await learner.fetch(1)
+            assert isinstance(end, End)
+            assert end.failed
+            assert "of step 1 cannot be read: " in end.reason
+            assert "segments/000001 is damaged: the " in end.reason
+            assert f"from byte {damaged} on" in end.reason
+            assert "a checkpoint of this run as checkpoint.resume" in end.reason
+            assert why_failed(tmp_path) == end.reason
+
+    play(first_life())
+    with closing(open_read_only(tmp_path)) as journal:
+        query = "SELECT offset FROM groups ORDER BY number LIMIT 1 OFFSET 5"
+        (damaged,) = journal.execute(query).fetchone()
+    segment = tmp_path / "segments" / "000001"
+    data = bytearray(segment.read_bytes())
+    data[damaged + 40] ^= 1
+    segment.write_bytes(data)
+    play(second_life())
 
 
 async def ask_for(learner: Learner, step: int) -> list[int]:

@@ -23,6 +23,7 @@ from asyncrl.memory_journal import MemoryJournal
 from asyncrl.messages import Checkpointed
 from asyncrl.report.reading import read_run
 from asyncrl.report.summary import outcome, prompts_text
+from asyncrl.segments import CHECKSUM_BYTES
 from buffer.room import open_journal
 from buffer.run import Run
 
@@ -185,7 +186,7 @@ def test_after_a_restart_closed_segments_can_go_before_anything_is_written(tmp_p
     journal.write(Change(groups=(row(0, ref=ref, state="trained", step=0),))).result(timeout=5)
     journal.close()
     again = Journal(tmp_path, segment_bytes=100)
-    assert again.num_bytes == 100
+    assert again.num_bytes == 100 + CHECKSUM_BYTES
     again.retain(from_step=1, settled=[]).result(timeout=5)
     assert again.num_bytes == 0
     assert list((tmp_path / "segments").iterdir()) == []

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -86,10 +89,40 @@ def test_row_groups_are_written_one_by_one_and_the_file_appears_whole(
     assert exported(known).equals(whole)
     assert parquet.ParquetFile(known / "out.parquet").num_row_groups > 3
     (known / "segments" / "000001").write_bytes(b"")
-    with pytest.raises(ValueError, match="nothing to export.*segments/000001 is not there"):
+    with pytest.raises(ValueError, match="nothing to export.*segments/000001 is cut"):
         exported(known)
     assert parquet.read_table(known / "out.parquet").equals(whole)
     assert [name for name in os.listdir(known) if name.startswith(".out")] == []
+
+
+def test_damaged_groups_are_left_out_and_counted_with_their_segment(
+    known: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    segment = known / "segments" / "000001"
+    whole = segment.read_bytes()
+    segment.write_bytes(whole[: len(whole) // 2])
+    some = exported(known)
+    assert 0 < some.num_rows < 26
+    told = capsys.readouterr().out
+    assert "no text" in told
+    cut = re.search(r"(\d+) \(\S+/segments/000001 is cut: .* from byte \d+ on", told)
+    assert cut is not None
+    assert some.num_rows + 2 * int(cut[1]) == 26
+    segment.write_bytes(whole[:9] + bytes([whole[9] ^ 1]) + whole[10:])
+    assert exported(known).num_rows == 24
+    told = capsys.readouterr().out
+    assert "1 (" in told
+    assert "segments/000001 is damaged: the " in told
+    assert "bytes from byte 0 on are not those that were written" in told
+    assert "; group 0/0 is the first)" in told
+    segment.write_bytes(b"x" * len(whole))
+    with pytest.raises(ValueError, match=r"nothing to export.*000001 is damaged"):
+        exported(known)
+    with closing(sqlite3.connect(known / "journal.sqlite")) as database:
+        database.execute("UPDATE meta SET value='3' WHERE key='schema'")
+        database.commit()
+    with pytest.raises(ValueError, match=r"has schema 3, this program reads"):
+        exported(known)
 
 
 def test_a_run_that_goes_on_is_exported_as_far_as_it_is(known: Path) -> None:

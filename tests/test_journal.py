@@ -8,6 +8,8 @@ import sqlite3
 import subprocess
 import sys
 import time
+import zlib
+from collections.abc import Callable
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.journal import Journal, fates, open_read_only
-from asyncrl.journal_tables import BeatRow, Change, GroupRow, PayloadRef
+from asyncrl.journal_tables import SCHEMA, BeatRow, Change, GroupRow, PayloadRef
+from asyncrl.segments import CHECKSUM_BYTES, DamagedError
 
 WRITER = """
 import os, sys
@@ -115,7 +118,7 @@ def test_rows_replace_those_with_the_same_key(tmp_path: Path) -> None:
 def test_segments_go_whole_when_all_their_steps_are_behind_the_oldest_checkpoint(
     tmp_path: Path,
 ) -> None:
-    journal = Journal(tmp_path, segment_bytes=100)
+    journal = Journal(tmp_path, segment_bytes=2 * (50 + CHECKSUM_BYTES))
     for number in range(6):  # two payloads a segment: steps 0 0 | 1 1 | 2 2
         ref = journal.append(bytes(50))
         journal.write(Change(groups=(row(number, ref=ref, state="trained", step=number // 2),)))
@@ -179,7 +182,7 @@ def test_a_second_writer_and_another_schema_are_refused(tmp_path: Path) -> None:
     database.execute("UPDATE meta SET value='99' WHERE key='schema'")
     database.commit()
     database.close()
-    with pytest.raises(ValueError, match="has schema 99, this program reads 3"):
+    with pytest.raises(ValueError, match=f"has schema 99, this program reads {SCHEMA}"):
         Journal(tmp_path)
 
 
@@ -205,7 +208,7 @@ def test_a_journal_of_another_schema_is_left_as_it_is(tmp_path: Path) -> None:
         database.execute("CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL)")
         database.execute("INSERT INTO meta VALUES('schema', '2')")
         database.commit()
-    with pytest.raises(ValueError, match="has schema 2, this program reads 3"):
+    with pytest.raises(ValueError, match=f"has schema 2, this program reads {SCHEMA}"):
         Journal(tmp_path)
     with closing(sqlite3.connect(path)) as database:
         assert database.execute("SELECT name FROM sqlite_master WHERE type='table'").fetchall() == [
@@ -274,9 +277,43 @@ def test_a_payload_that_is_not_read_soon_takes_no_memory_and_can_be_read(tmp_pat
     ref = journal.append(b"seldom", is_read_soon=False)
     other = journal.append(b"soon")
     journal.write(Change(groups=(row(0, ref=ref), row(1, ref=other)))).result(timeout=5)
-    (tmp_path / "segments" / "000001").write_bytes(b"SELDOMSOON")
-    assert (journal.read(ref), journal.read(other)) == (b"SELDOM", b"soon")
-    assert journal.read(other) == b"SOON"  # kept for the first time alone
+    assert journal.read(ref) == b"seldom"
+    (tmp_path / "segments" / "000001").unlink()
+    with pytest.raises(DamagedError, match="segments/000001 is not there"):
+        journal.read(ref)
+    assert journal.read(other) == b"soon"
+    with pytest.raises(DamagedError, match="segments/000001 is not there"):
+        journal.read(other)  # kept for the first time alone
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda data: data[:104] + b"x" + data[105:], "is damaged: the 10 bytes from byte 104 on"),
+        (lambda data: data[:114] + b"x" + data[115:], "is damaged: the 10 bytes from byte 104 on"),
+        (lambda data: data[:110], "is cut: it ends at byte 110, before"),
+        (lambda data: data[:117], "is cut: it ends at byte 117, before the end of the 10 bytes"),
+        (lambda data: b"", "is cut: it ends at byte 0, before"),
+    ],
+)
+def test_a_payload_that_is_not_as_it_was_written_is_named_and_the_others_are_read(
+    tmp_path: Path, damage: Callable[[bytes], bytes], told: str
+) -> None:
+    journal = Journal(tmp_path)
+    refs = [journal.append(data, is_read_soon=False) for data in (bytes(100), b"p" * 10, b"")]
+    journal.write(Change()).result(timeout=5)
+    assert refs == [(1, 0, 100), (1, 104, 10), (1, 118, 0)]
+    assert [journal.read(ref) for ref in refs] == [bytes(100), b"p" * 10, b""]
+    segment = tmp_path / "segments" / "000001"
+    whole = segment.read_bytes()
+    assert len(whole) == journal.num_bytes == 110 + 3 * CHECKSUM_BYTES
+    assert whole[114:118] == zlib.crc32(b"p" * 10).to_bytes(4, "little")
+    segment.write_bytes(damage(whole))
+    with pytest.raises(DamagedError, match=f"segments/000001 {told}"):
+        journal.read(refs[1])
+    if damage(whole):
+        assert journal.read(refs[0]) == bytes(100)
     journal.close()
 
 
@@ -295,5 +332,5 @@ def test_a_segment_stays_as_long_as_the_row_of_a_payload_in_it_has_yet_to_come(
     journal.write(Change(groups=(row(0, ref=ref),))).result(timeout=5)
     assert journal.read(ref) == b"p" * 90
     journal.retain(from_step=9, settled=["ready"]).result(timeout=5)
-    assert journal.num_bytes == 90
+    assert journal.num_bytes == 90 + CHECKSUM_BYTES
     journal.close()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +111,29 @@ def test_a_replay_goes_on_from_its_own_checkpoint(
     assert records(tmp_path / "again", "train/num_groups") == [2.0] * STEPS
 
 
-def test_a_batch_that_is_deleted_meanwhile_fails_the_replay_with_a_checkpoint(
-    journal_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def spoil(segment: Path) -> None:
+    """One byte of the first payload is another."""
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 1
+    segment.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("happens", "told"),
+    [
+        (
+            Path.unlink,
+            ["the batch of step 3 is not in", "1 of 2 groups are there. Runs with"],
+        ),
+        (spoil, ["group 0/30 of step 3 cannot be read: ", "segments/000007 is damaged"]),
+    ],
+)
+def test_a_batch_that_is_deleted_or_damaged_meanwhile_fails_the_replay_with_a_checkpoint(
+    journal_only: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    happens: Callable[[Path], None],
+    told: list[str],
 ) -> None:
     config = load_recorded(journal_only / "config.yaml")
     run_dir, ranks = RunDir(tmp_path / "again"), start_ranks()
@@ -118,11 +142,11 @@ def test_a_batch_that_is_deleted_meanwhile_fails_the_replay_with_a_checkpoint(
     clock = PhaseClock("start")
     learner = Learner(config, run_dir, line=line, outlet=outlet, ranks=ranks, clock=clock)
     learner.take_over()
-    (journal_only / "segments" / "000007").unlink()
+    happens(journal_only / "segments" / "000007")
     assert learner.run() == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("the run failed at version 3: the batch of step 3 is not in")
-    assert "1 of 2 groups are there. Runs with buffer.keep_payloads=always keep" in last
+    assert last.startswith(f"the run failed at version 3: {told[0]}")
+    assert told[1] in last
     assert (run_dir.checkpoints / "version-00000003").is_dir()
 
 
@@ -181,6 +205,17 @@ def test_what_cannot_be_replayed_is_refused_before_a_directory_is_made(
     assert "journal.sqlite cannot be read: file is not a database" in refused(garbage)
     (garbage / "journal.sqlite").unlink()
     assert "there is no journal at" in refused(garbage)
+
+    spoil(journal_only / "segments" / "000007")
+    message = refused(journal_only)
+    assert message.startswith("group 0/30 of step 3 cannot be read: ")
+    assert "segments/000007 is damaged: the " in message
+    assert message.endswith("max_steps=3 replays what was trained before it")
+    RecordedRun(journal_only).check_batches(since=0, before=3)
+    with closing(sqlite3.connect(journal_only / "journal.sqlite")) as database:
+        database.execute("UPDATE meta SET value='3' WHERE key='schema'")
+        database.commit()
+    assert "has schema 3, this program reads" in refused(journal_only)
     assert not list(tmp_path.glob("*-replay"))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from run_records import STALENESS, write_run
 
+from asyncrl.journal_tables import SCHEMA
 from asyncrl.launch.show import Filter, group_lines, select, visible
 from asyncrl.report.reading import read_run
 from asyncrl.report.rollouts import show, text_decoder, version_spans
@@ -89,10 +90,18 @@ def test_deleted_and_missing_text_is_said(known: Path) -> None:
     [filtered] = select(run, Filter(prompt="0/12"))
     not_kept = filtered._replace(segment=None, offset=None, length=None)
     assert show(run, not_kept, text_decoder(run)).note.startswith("text not kept: it was filtered")
-    for segment in (known / "segments").iterdir():
-        segment.unlink()
+    segment = known / "segments" / "000001"
+    segment.write_bytes(bytes(100) + segment.read_bytes()[100:])
+    damaged = show(run, run.groups[0], text_decoder(run))
+    assert damaged.rollouts == ()
+    assert "segments/000001 is damaged: the " in damaged.note
+    assert show(run, run.groups[5], text_decoder(run)).note == ""
+    run.meta["schema"] = "3"
+    assert "has schema 3" in show(run, run.groups[5], text_decoder(run)).note
+    run.meta["schema"] = str(SCHEMA)
+    segment.unlink()
     note = show(run, run.groups[0], text_decoder(run)).note
-    assert note == "text missing: segments/000001 is not there, or not whole"
+    assert note == "text missing: segments/000001 is not there"
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal(known: Path) -> None:

@@ -55,6 +55,7 @@ def become_replay(
     start = None
     if not any(_run_dir(config).checkpoints.glob("version-*")):
         start = find_start(recorded, last=config.max_steps)
+        recorded.check_batches(since=start.version, before=_end(recorded, config.max_steps))
         config = _beginning(config, start, begun)
     with open_run_dir(config, config_name=recorded.path.name) as (run_dir, config):
         _claim(run_dir, recorded)
@@ -84,7 +85,7 @@ def _find(run: str) -> RecordedRun:
 def find_start(recorded: RecordedRun, *, last: int | None) -> Start:
     """Raises ValueError, with the numbers, when there is no beginning after which all batches are
     there (up to version `last`, if given)."""
-    end = min(recorded.committed(), last or sys.maxsize)
+    end = _end(recorded, last)
     if end == 0:
         raise ValueError(f"{recorded.path} has trained no step: there is nothing to replay")
     missing = recorded.missing_steps(before=end)
@@ -101,6 +102,11 @@ def find_start(recorded: RecordedRun, *, last: int | None) -> Start:
         f"version from {missing[-1] + 1} to {end - 1} to begin from (there are: {there}). Runs "
         "with buffer.keep_payloads=always keep every batch"
     )
+
+
+def _end(recorded: RecordedRun, last: int | None) -> int:
+    """The version that the replay ends at, as far as the recorded run is now."""
+    return min(recorded.committed(), last or sys.maxsize)
 
 
 def _is_whole(checkpoint: Path) -> bool:
@@ -208,7 +214,7 @@ def _take_over(checkpoint: Path, run_dir: RunDir) -> None:
 
 def _plan(recorded: RecordedRun, start: Start | None, begun: Config, config: Config) -> list[str]:
     """What will be trained, and what is not as it was."""
-    end = min(recorded.committed(), config.max_steps or sys.maxsize)
+    end = _end(recorded, config.max_steps)
     if start is None:
         lines = [f"goes on with the replay of {recorded.path}, up to step {end - 1}"]
     else:

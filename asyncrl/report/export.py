@@ -21,9 +21,11 @@ import pyarrow.parquet as parquet
 
 from asyncrl.disk import replaceable, sync
 from asyncrl.journal import open_read_only
+from asyncrl.journal_database import refuse_other_schema
 from asyncrl.journal_tables import GroupRow
 from asyncrl.report.reading import find_run, read_config, read_group, setting
 from asyncrl.report.rollouts import Decode, find_decoder, why_not_stored
+from asyncrl.segments import DamagedError
 from asyncrl.types import Rollout, RolloutGroup
 from asyncrl.versions import staleness
 from asyncrl.wire import WireError, decode_group
@@ -101,6 +103,8 @@ class _Export:
     num_rollouts: int = 0
     missing: Counter[str] = field(default_factory=Counter)
     """Prompts without stored rollouts, by reason."""
+    damage: dict[int, str] = field(default_factory=dict)
+    """By damaged segment: what is said of it, with the first group that was met."""
 
     def write(self, file: Path, rows: Iterator[GroupRow]) -> None:
         with parquet.ParquetWriter(file, COLUMNS, compression="zstd") as writer:
@@ -119,16 +123,11 @@ class _Export:
         groups: list[_Stored] = []
         num_bytes = 0
         for row in rows:
-            data = read_group(self.path, row)
-            if data is None:
-                self.missing[why_not_stored(row)] += 1
-                continue
-            group = _decoded(data)
+            group = self._stored(row)
             if group is None:
-                self.missing["what is stored cannot be read"] += 1
                 continue
             groups.append(_Stored(row, group))
-            num_bytes += len(data)
+            num_bytes += row.length or 0
             self.num_groups += 1
             self.num_rollouts += len(group.rollouts)
             if num_bytes >= ROW_GROUP_BYTES:
@@ -136,6 +135,21 @@ class _Export:
                 groups, num_bytes = [], 0
         if groups:
             yield groups
+
+    def _stored(self, row: GroupRow) -> RolloutGroup | None:
+        """None for a group that is left out, and counted as that."""
+        try:
+            data = read_group(self.path, row)
+            if data is not None:
+                return decode_group(data)
+            why = why_not_stored(row)
+        except DamagedError as error:
+            first = f"group {row.epoch}/{row.position}"
+            why = self.damage.setdefault(row.segment or 0, f"{error}; {first} is the first")
+        except WireError:
+            why = "what is stored cannot be read"
+        self.missing[why] += 1
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +168,7 @@ def _groups(path: Path, *, step: int | None, fate: str | None) -> Iterator[Group
     while True:
         try:
             with closing(open_read_only(path)) as database:
+                refuse_other_schema(database, path / "journal.sqlite")
                 found = database.execute(query, (number, *given.values())).fetchall()
             rows = [GroupRow._make(row) for row in found]
         except (sqlite3.Error, TypeError) as error:
@@ -162,13 +177,6 @@ def _groups(path: Path, *, step: int | None, fate: str | None) -> Iterator[Group
             return
         yield from rows
         number = rows[-1].number
-
-
-def _decoded(data: bytes) -> RolloutGroup | None:
-    try:
-        return decode_group(data)
-    except WireError:
-        return None
 
 
 def _table(groups: Sequence[_Stored], decode: Decode | None) -> pa.Table:

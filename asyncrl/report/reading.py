@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from asyncrl.config.fields import nearest
 from asyncrl.config.yaml_text import YamlError, parse
 from asyncrl.journal import open_read_only
-from asyncrl.journal_tables import BeatRow, EvalRow, GroupRow, PayloadRef, StepRow
+from asyncrl.journal_tables import SCHEMA, BeatRow, EvalRow, GroupRow, PayloadRef, StepRow
 from asyncrl.run_dir import RunDir
 from asyncrl.segments import read_payload
 
@@ -71,7 +71,9 @@ class RunRecords:
         return setting(self.config, key)
 
     def payload(self, group: GroupRow) -> bytes | None:
-        """As read_group."""
+        """As read_group. Raises ValueError for a journal of another schema, too."""
+        if (schema := self.meta.get("schema")) != str(SCHEMA):
+            raise ValueError(f"its journal has schema {schema}, this program reads {SCHEMA}")
         return read_group(self.path, group)
 
 
@@ -128,7 +130,7 @@ def setting(config: Record, key: str) -> Any:
 
 def read_group(path: Path, row: GroupRow) -> bytes | None:
     """The stored group (wire.encode_group) of a run directory; None when it is deleted, was not
-    kept, or never came."""
+    kept, or never came. Raises segments.DamagedError."""
     if row.segment is None or row.offset is None or row.length is None:
         return None
     return read_payload(path / "segments", PayloadRef(row.segment, row.offset, row.length))

@@ -12,7 +12,7 @@ from asyncrl.journal_tables import GroupRow
 from asyncrl.report.reading import RunRecords
 from asyncrl.types import Rollout, RolloutGroup
 from asyncrl.versions import staleness
-from asyncrl.wire import WireError, decode_group
+from asyncrl.wire import decode_group
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -104,17 +104,15 @@ def why_not_stored(row: GroupRow) -> str:
         return "text not kept: it was filtered when the journal had little room"
     if row.segment is None:
         return "text deleted: older than the oldest checkpoint"
-    return f"text missing: segments/{row.segment:06d} is not there, or not whole"
+    return f"text missing: segments/{row.segment:06d} is not there"
 
 
 def _stored(run: RunRecords, row: GroupRow) -> tuple[RolloutGroup | None, str]:
     """The group as it was submitted, or why it is not there."""
-    data = run.payload(row)
-    if data is None:
-        return None, why_not_stored(row)
     try:
-        return decode_group(data), ""
-    except WireError as error:
+        data = run.payload(row)
+        return (decode_group(data), "") if data is not None else (None, why_not_stored(row))
+    except ValueError as error:
         return None, f"the stored group cannot be read: {error}"
 
 
