@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,30 @@ def test_auto_starts_and_goes_on_under_the_same_id(tmp_path: Path) -> None:
     id = first.read_run_id()
     second, _ = opened(config(tmp_path, "auto"))
     assert second.read_run_id() == id
+
+
+def test_a_directory_of_a_replay_is_not_gone_on_with_as_a_run_nor_a_run_as_a_replay(
+    tmp_path: Path,
+) -> None:
+    run_dir, _ = opened(config(tmp_path, "auto"))
+    shutil.rmtree(run_dir.logs)
+    run_dir.replay_of.write_text('{"path": "runs/first", "run_id": "0"}')
+    for checkpoint in ("auto", str(write_checkpoint(run_dir.checkpoints, 3))):
+        with pytest.raises(ValueError, match="is that of a replay of runs/first: choose another"):
+            opened(config(tmp_path, checkpoint))
+    there = sorted(path.name for path in run_dir.path.iterdir())
+    assert there == ["checkpoints", "launcher.lock", "replay_of.json", "run_id"]
+    with open_run_dir(config(tmp_path, "auto"), config_name="file", is_replay=True) as (again, _):
+        assert again == run_dir
+    shutil.rmtree(run_dir.logs)
+    run_dir.replay_of.unlink()
+    run_dir.config_of("buffer").touch()
+    with (
+        pytest.raises(ValueError, match="is that of a run of its own, not of a replay"),
+        open_run_dir(config(tmp_path, "auto"), config_name="file", is_replay=True),
+    ):
+        pass
+    assert not run_dir.logs.exists()
 
 
 def test_a_directory_in_use_is_refused_with_the_process_that_uses_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -26,14 +27,17 @@ _MAX_PATH = 480
 
 
 @contextmanager
-def open_run_dir(config: Config, *, config_name: str) -> Iterator[tuple[RunDir, Config]]:
+def open_run_dir(
+    config: Config, *, config_name: str, is_replay: bool = False
+) -> Iterator[tuple[RunDir, Config]]:
     """The run directory, and the configuration with its name and the model of version 0 in it.
 
     It is locked meanwhile, and as long as a program lives that this process becomes by os.exec.
 
     Raises ValueError when there is something in it and checkpoint.resume does not say to go on,
-    when another process is at work in it, when a checkpoint cannot be begun from, and when it
-    cannot be made or its name is too long.
+    when it is that of a replay and this is none (`is_replay`), or the other way round, when another
+    process is at work in it, when a checkpoint cannot be begun from, and when it cannot be made or
+    its name is too long.
     """
     name = config.run_name or f"{config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = RunDir((Path(config.output_dir) / name).absolute())
@@ -42,10 +46,10 @@ def open_run_dir(config: Config, *, config_name: str) -> Iterator[tuple[RunDir, 
     is_own = checkpoint is not None and checkpoint.parent == run_dir.checkpoints.resolve()
     origin = None if is_own else checkpoint
     if run_dir.path.is_dir():
-        _check_contents(config, run_dir, is_new=origin is not None)
+        _check_contents(config, run_dir, is_new=origin is not None, is_replay=is_replay)
     with _lock(run_dir):
         try:
-            _check_contents(config, run_dir, is_new=origin is not None)
+            _check_contents(config, run_dir, is_new=origin is not None, is_replay=is_replay)
             run_dir.logs.mkdir(exist_ok=True)
             if origin is not None:
                 make_start_model(run_dir.start, origin, model=Path(config.model.path))
@@ -118,7 +122,7 @@ def _resuming(config: Config, checkpoint: str) -> Config:
     return config.model_copy(update={"checkpoint": section})
 
 
-def _check_contents(config: Config, run_dir: RunDir, *, is_new: bool) -> None:
+def _check_contents(config: Config, run_dir: RunDir, *, is_new: bool, is_replay: bool) -> None:
     """Nothing is overwritten by accident, and nothing but a run is gone on with."""
     made_first = {_LOCK, run_dir.logs.name, f".{run_dir.start.name}.tmp"}
     try:
@@ -141,7 +145,24 @@ def _check_contents(config: Config, run_dir: RunDir, *, is_new: bool) -> None:
         raise ValueError(
             f"{where}, and it is no run's: there is no file run_id in it. Choose another run_name"
         )
+    _check_kind(run_dir, is_replay=is_replay)
     refuse_lost_books(run_dir.path)
+
+
+def _check_kind(run_dir: RunDir, *, is_replay: bool) -> None:
+    """A run is not gone on with as a replay, nor a replay as a run."""
+    if not is_replay and run_dir.replay_of.exists():
+        recorded = json.loads(run_dir.replay_of.read_text())["path"]
+        raise ValueError(
+            f"run directory {run_dir.path} is that of a replay of {recorded}: choose another "
+            f"run_name, or go on with the replay by asyncrl-launch learner --replay {recorded}"
+        )
+    of_a_buffer = run_dir.config_of("buffer").exists() or (run_dir.path / "journal.sqlite").exists()
+    if is_replay and of_a_buffer:
+        raise ValueError(
+            f"run directory {run_dir.path} is that of a run of its own, not of a replay: choose "
+            "another run_name"
+        )
 
 
 @contextmanager

@@ -57,7 +57,8 @@ def become_replay(
         start = find_start(recorded, last=config.max_steps)
         recorded.check_batches(since=start.version, before=_end(recorded, config.max_steps))
         config = _beginning(config, start, begun)
-    with open_run_dir(config, config_name=recorded.path.name) as (run_dir, config):
+    opening = open_run_dir(config, config_name=recorded.path.name, is_replay=True)
+    with opening as (run_dir, config):
         _claim(run_dir, recorded)
         if start is not None and start.checkpoint is not None:
             _take_over(start.checkpoint, run_dir)
@@ -174,18 +175,12 @@ def _check_tokenizer(begun: Config, config: Config) -> None:
 
 
 def _claim(run_dir: RunDir, recorded: RecordedRun) -> None:
-    """The directory is this replay's from now on. Raises ValueError when it is another run's."""
+    """The directory is this replay's from now on. Raises ValueError when it is another one's."""
     source = {"path": str(recorded.path), "run_id": RunDir(recorded.path).read_run_id()}
     try:
         there = json.loads(run_dir.replay_of.read_text())
     except FileNotFoundError:
         there = None
-    is_a_run = run_dir.metrics.exists() or (run_dir.path / "journal.sqlite").exists()
-    if there is None and is_a_run:
-        raise ValueError(
-            f"{run_dir.path} is a run of its own, not a replay of {recorded.path}: choose another "
-            "run_name"
-        )
     if there is not None and there["run_id"] != source["run_id"]:
         raise ValueError(
             f"{run_dir.path} is a replay of {there['path']}, not of {recorded.path}: choose "
