@@ -7,9 +7,9 @@ import logging
 import threading
 from collections.abc import Callable
 
+from asyncrl.client import RefusedError, Unreachable
 from asyncrl.messages import Beat, Heartbeat, Hello, Message
 from asyncrl.thread_client import ThreadClient
-from asyncrl.transport import RefusedError, Unreachable
 
 log = logging.getLogger(__name__)
 

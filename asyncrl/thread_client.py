@@ -1,4 +1,4 @@
-"""A transport.Client for code that is not asyncio."""
+"""A Client for code that is not asyncio."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+from asyncrl.client import Client, Unreachable
 from asyncrl.messages import Hello, Message, Welcome
-from asyncrl.transport import Client, Unreachable
 from asyncrl.wire import Frame, Packet
 
 T = TypeVar("T")

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from asyncrl.client import Client, RefusedError, Unreachable
 from asyncrl.clock import PhaseClock
 from asyncrl.config.load import load_resolved
 from asyncrl.config.schema import Config
@@ -27,7 +28,6 @@ from asyncrl.end_now import end_now, remove_openmp_mark
 from asyncrl.handshake import member_settings
 from asyncrl.messages import Hello
 from asyncrl.run_dir import RunDir
-from asyncrl.transport import Client, RefusedError, Unreachable
 from generators.engine import Engine
 from generators.member import Member
 from generators.rewards import RewardWorkers, UserError

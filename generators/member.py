@@ -8,10 +8,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from asyncrl.client import Client, RefusedError, Unreachable
 from asyncrl.clock import PhaseClock
 from asyncrl.heartbeat import HeartbeatThread
 from asyncrl.messages import Heartbeat, Leave
-from asyncrl.transport import Client, RefusedError, Unreachable
 
 log = logging.getLogger(__name__)
 

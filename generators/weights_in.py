@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from asyncrl.client import Client
 from asyncrl.messages import WatchWeights
-from asyncrl.transport import Client
 from asyncrl.types import WeightId
 from generators.engine import Engine, EngineError, StagingError, SwapTimes
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from asyncrl.client import Client
 from asyncrl.clock import PhaseClock
 from asyncrl.config.schema import Config
 from asyncrl.messages import Failed, Heartbeat, LeaseRequest, Started, Submit
-from asyncrl.transport import Client
 from asyncrl.types import WeightId
 from asyncrl.wire import encode_group
 from generators.engine import Engine, SwapTimes

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.client import RefusedError, Unreachable
 from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.config.load import load_resolved
@@ -27,7 +28,6 @@ from asyncrl.end_now import end_now
 from asyncrl.full_disk import why_full
 from asyncrl.recorded import RecordedRun
 from asyncrl.run_dir import RunDir
-from asyncrl.transport import RefusedError, Unreachable
 from learner.joining import Connection, join, leave
 from learner.signals import EndOnSignals
 

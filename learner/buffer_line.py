@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
+from asyncrl.client import RefusedError, Unreachable
 from asyncrl.heartbeat import HeartbeatThread
 from asyncrl.messages import (
     Batch,
@@ -30,7 +31,6 @@ from asyncrl.messages import (
     Waiting,
 )
 from asyncrl.thread_client import ThreadClient
-from asyncrl.transport import RefusedError, Unreachable
 from asyncrl.types import WeightId
 from asyncrl.wire import Packet, decode, encode, view
 from learner.joining import Connection, leave

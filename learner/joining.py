@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from asyncrl.client import RefusedError, Unreachable
 from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.handshake import member_settings
@@ -15,7 +16,6 @@ from asyncrl.heartbeat import HeartbeatThread
 from asyncrl.messages import Heartbeat, Hello, Leave
 from asyncrl.run_dir import RunDir
 from asyncrl.thread_client import ThreadClient
-from asyncrl.transport import RefusedError, Unreachable
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ import psutil  # type: ignore[import-untyped]
 from local_runs import REPOSITORY
 from small_buffer import SmallBuffer, serve
 
+from asyncrl.client import Client
 from asyncrl.clock import PhaseClock
 from asyncrl.config.load import save_resolved
 from asyncrl.config.schema import Config
 from asyncrl.messages import Hello, Lease
-from asyncrl.transport import Client
 from asyncrl.types import WeightId
 from generators.rewards import RewardWorkers
 from generators.scripted_engine import ScriptedEngine

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from asyncrl.client import Client
 from asyncrl.config import Config
 from asyncrl.handshake import member_settings
 from asyncrl.messages import (
@@ -32,7 +33,6 @@ from asyncrl.messages import (
     Verdict,
     Waiting,
 )
-from asyncrl.transport import Client
 from asyncrl.types import GroupId, Rollout, RolloutGroup, WeightId
 from asyncrl.versions import sample_seed
 from asyncrl.wire import Packet, decode_group, encode_group, view

@@ -16,11 +16,12 @@ from scripted_peers import make_config, rows
 from serving_buffer import Serving, play, serving, serving_run
 
 from asyncrl import transport
+from asyncrl.client import Client
 from asyncrl.journal import Journal, fates
 from asyncrl.journal_tables import Change
 from asyncrl.messages import Hello, Ok, Submit
 from asyncrl.segments import MAX_AT_ONCE
-from asyncrl.transport import Client, Server
+from asyncrl.transport import Server
 from asyncrl.types import GroupId
 from asyncrl.wire import Packet, view
 from buffer.groups import State
@@ -88,7 +89,7 @@ async def watch_outstanding(here: Serving, highest: list[int]) -> None:
 def test_while_the_disk_stands_still_submits_wait_and_signs_of_life_are_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "RESEND_S", 0.1)  # each submit comes several times
+    monkeypatch.setattr("asyncrl.client.RESEND_S", 0.1)  # each submit comes several times
     config = make_config(max_steps=1, max_staleness=1, prompts_per_step=4)
 
     async def scenario() -> None:
@@ -152,7 +153,7 @@ def test_nobody_is_dead_for_what_the_buffer_does_not_read(
 def test_a_request_that_is_sent_again_while_it_is_being_answered_is_not_begun_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transport, "RESEND_S", 0.02)
+    monkeypatch.setattr("asyncrl.client.RESEND_S", 0.02)
     begun: list[int] = []
     may_answer = asyncio.Event()
 

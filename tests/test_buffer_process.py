@@ -19,11 +19,10 @@ from pathlib import Path
 import pytest
 from scripted_peers import Generator, Learner, make_config
 
-from asyncrl import transport
+from asyncrl.client import RefusedError
 from asyncrl.config import Config
 from asyncrl.config.load import load_resolved, save_resolved
 from asyncrl.journal import fates
-from asyncrl.transport import RefusedError
 
 pytestmark = pytest.mark.e2e
 
@@ -86,7 +85,7 @@ def address_of(run_dir: Path, process: subprocess.Popen[str]) -> str:
 def test_a_killed_buffer_comes_back_on_its_port_and_the_run_goes_on(
     tmp_path: Path, max_staleness: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "RESEND_S", 1.0)  # also sends most requests several times
+    monkeypatch.setattr("asyncrl.client.RESEND_S", 1.0)  # also sends most requests several times
     num_steps, kills = 8, (2, 5)
 
     async def train_through_kills() -> tuple[Learner, int | None]:
@@ -127,7 +126,7 @@ def test_a_killed_buffer_comes_back_on_its_port_and_the_run_goes_on(
 def test_a_buffer_killed_in_the_middle_of_a_step_takes_the_commit_and_the_leases_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "RESEND_S", 1.0)
+    monkeypatch.setattr("asyncrl.client.RESEND_S", 1.0)
 
     async def scenario() -> int | None:
         process = start(tmp_path)

@@ -13,6 +13,7 @@ import pytest
 from scripted_peers import Peer, make_config, make_group, rows
 from serving_buffer import Serving, play, run_to_end, serving, serving_run
 
+from asyncrl.client import RefusedError
 from asyncrl.journal import Journal, fates
 from asyncrl.messages import (
     Checkpointed,
@@ -25,7 +26,6 @@ from asyncrl.messages import (
     Register,
     Waiting,
 )
-from asyncrl.transport import RefusedError
 from asyncrl.types import GroupId, RolloutGroup
 from asyncrl.wire import encode, encode_group
 from buffer.prompts import MAX_ROW_BYTES

@@ -13,10 +13,10 @@ import zmq.asyncio
 from scripted_peers import Peer, make_config
 from serving_buffer import Serving, play, serving
 
+from asyncrl.client import RefusedError
 from asyncrl.config import Config
 from asyncrl.handshake import buffer_settings, member_settings, mismatches
 from asyncrl.messages import PROTOCOL, Hello, Leave, Role, Settings
-from asyncrl.transport import RefusedError
 from buffer.status import status_values
 
 COMMON: dict[str, Any] = {

@@ -18,6 +18,7 @@ MAY_IMPORT = {
 }
 WITHOUT_TORCH = [
     "asyncrl/address.py",
+    "asyncrl/client.py",
     "asyncrl/config",
     "asyncrl/journal.py",
     "asyncrl/journal_claim.py",

@@ -15,11 +15,12 @@ from learner_cases import make_config, save_model
 from safetensors import SafetensorError
 from scripted_buffer import ScriptedBuffer
 
+from asyncrl.client import RefusedError
 from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
 from asyncrl.messages import Batch
 from asyncrl.run_dir import RunDir
-from asyncrl.transport import RefusedError, Reply
+from asyncrl.transport import Reply
 from learner.__main__ import live_sides
 from learner.joining import join
 from learner.loop import Learner

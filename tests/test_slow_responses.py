@@ -11,10 +11,10 @@ from typing import Any
 from generator_scene import HELLO, make_config
 from serving_buffer import play, serving_run
 
+from asyncrl.client import Client
 from asyncrl.clock import PhaseClock
 from asyncrl.config.schema import Config
 from asyncrl.journal import Journal
-from asyncrl.transport import Client
 from buffer.groups import State
 from buffer.run import Run
 from generators.member import Member

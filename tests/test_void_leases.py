@@ -9,9 +9,9 @@ import pytest
 from generator_scene import HELLO, VERIFIERS, Running, Scene, lease, make_config, run
 from small_buffer import SmallBuffer
 
+from asyncrl.client import Client
 from asyncrl.clock import PhaseClock
 from asyncrl.config.schema import Config
-from asyncrl.transport import Client
 from asyncrl.types import Sampling
 from asyncrl.versions import sample_seed
 from generators.member import Member

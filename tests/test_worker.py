@@ -12,9 +12,10 @@ from generator_scene import VERIFIERS, Scene, lease, make_config, run
 from small_buffer import WAIT_S, SmallBuffer
 
 import generators.weights_in
+from asyncrl.client import Unreachable
 from asyncrl.config.schema import Config
 from asyncrl.messages import Verdict
-from asyncrl.transport import Server, Unreachable
+from asyncrl.transport import Server
 from asyncrl.types import Completion, Int32Array, Sampling, WeightId
 from asyncrl.versions import sample_seed
 from generators.engine import EngineError, RequestError, StagingError, SwapTimes

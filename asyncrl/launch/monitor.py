@@ -6,9 +6,9 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+from asyncrl.client import RefusedError, Unreachable
 from asyncrl.messages import Hello, StatusRequest
 from asyncrl.thread_client import ThreadClient
-from asyncrl.transport import RefusedError, Unreachable
 from asyncrl.wire import Packet
 
 _DEADLINE_S = 3.0

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.address import Address
+from asyncrl.client import RefusedError, Unreachable
 from asyncrl.config import Config
 from asyncrl.config.load import load_config, save_resolved
 from asyncrl.disk import write_whole
@@ -36,7 +37,6 @@ from asyncrl.launch.ranks import Nodes, learner_command
 from asyncrl.messages import Hello, Role, Welcome
 from asyncrl.run_dir import RunDir
 from asyncrl.thread_client import ThreadClient
-from asyncrl.transport import RefusedError, Unreachable
 
 _SAY_AFTER_S = 1.0
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from asyncrl.address import Address
+from asyncrl.client import RefusedError, Unreachable
 from asyncrl.journal_claim import NOTHING_KEPT, is_nothing_kept
 from asyncrl.launch.status_screen import screen
 from asyncrl.messages import Hello, StatusRequest
@@ -18,7 +19,6 @@ from asyncrl.report.reading import find_run, read_run
 from asyncrl.report.summary import fates_text, outcome
 from asyncrl.run_dir import RunDir
 from asyncrl.thread_client import ThreadClient
-from asyncrl.transport import RefusedError, Unreachable
 
 ANSWER_S = 3.0
 """How long the buffer may take to answer. It answers at once unless it is gone or stopped."""
