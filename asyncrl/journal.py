@@ -223,13 +223,35 @@ def open_read_only(directory: Path) -> sqlite3.Connection:
     """The journal of a run directory for reading, also while the run goes on. Close it soon: what a
     reader has open in the middle of a query, SQLite keeps beside the database.
 
-    Raises ValueError where there is none.
+    Raises ValueError where there is none, or none that can be read.
     """
     path = directory / "journal.sqlite"
     if not path.is_file():
         reason = f": {NOTHING_KEPT}" if is_nothing_kept(directory) else ""
         raise ValueError(f"there is no journal at {path}{reason}")
-    return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
+    try:
+        return _open(path, "mode=ro")
+    except sqlite3.OperationalError as error:  # SQLite may want to write a file beside it
+        log = path.with_name(f"{path.name}-wal")
+        if log.exists() and log.stat().st_size:
+            raise ValueError(
+                f"{path} cannot be read: {error}. Its newest rows are still in {log.name}, which "
+                "SQLite reads only where it may write: copy the run directory to such a place"
+            ) from None
+    try:
+        return _open(path, "mode=ro&immutable=1")
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def _open(path: Path, options: str) -> sqlite3.Connection:
+    database = sqlite3.connect(f"file:{quote(str(path))}?{options}", uri=True)
+    try:
+        database.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
+    except sqlite3.Error:
+        database.close()
+        raise
+    return database
 
 
 def fates(directory: Path) -> dict[str, int]:

@@ -19,6 +19,8 @@ from asyncrl.journal_tables import (
 
 ROWS_AT_ONCE = 256
 """Rows of one statement."""
+LOCKED_S = 60.0
+"""How long another program may keep the database locked, before the writer gives up."""
 WAL_BYTES = 16 << 20
 """What SQLite's write-ahead log (journal.sqlite-wal) shrinks to once no reader holds it longer."""
 _THIN_OUT = """
@@ -39,7 +41,9 @@ class JournalDatabase:
         """`is_synced`: every transaction waits for the disk. Raises ValueError when its schema is
         another."""
         self._path = directory / "journal.sqlite"
-        self._sql = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
+        self._sql = sqlite3.connect(
+            self._path, timeout=LOCKED_S, check_same_thread=False, isolation_level=None
+        )
         self._sql.execute("PRAGMA journal_mode=WAL")
         self._sql.execute(f"PRAGMA synchronous={'FULL' if is_synced else 'NORMAL'}")
         self._sql.execute(f"PRAGMA journal_size_limit={WAL_BYTES}")
@@ -62,8 +66,17 @@ class JournalDatabase:
         )
 
     def write(self, changes: Iterable[Change]) -> None:
-        """One transaction for all of them."""
-        self._sql.execute("BEGIN")
+        """One transaction for all of them. RuntimeError when another program has the database
+        locked for LOCKED_S."""
+        try:
+            self._sql.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                raise
+            raise RuntimeError(
+                f"another program has {self._path} locked for {LOCKED_S:g} s: end it (only "
+                "`sqlite3 -readonly` may look at it), and go on with checkpoint.resume=auto"
+            ) from None
         for change in changes:
             self._upsert(change)
         self._sql.execute("COMMIT")

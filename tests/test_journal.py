@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
@@ -227,6 +229,41 @@ def test_anybody_reads_beside_the_writer_whatever_the_directory_is_called(tmp_pa
             reader.execute("DELETE FROM groups")
         journal.write(Change(groups=(row(1),))).result(timeout=5)
         assert len(reader.execute("SELECT * FROM groups").fetchall()) == 2
+    journal.close()
+
+
+def test_a_finished_run_is_read_where_nobody_may_write() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        run_dir = Path(name)
+        journal = Journal(run_dir)
+        journal.write(Change(groups=(row(0),))).result(timeout=5)
+        journal.close()
+        run_dir.chmod(0o555)
+        assert not [*run_dir.glob("journal.sqlite-*")]
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                if os.geteuid() == 0:
+                    os.setuid(65534)  # root may write everywhere
+                code = 0 if fates(run_dir) == {"ready": 1} else 2
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        run_dir.chmod(0o755)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_program_that_locks_the_database_for_too_long_is_named_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.journal_database.LOCKED_S", 0.2)
+    journal = Journal(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as other:
+        other.execute("BEGIN IMMEDIATE")
+        write = journal.write(Change(groups=(row(0),)))
+        with pytest.raises(RuntimeError, match="another program has .* locked for 0.2 s: end it"):
+            write.result(timeout=5)
+        other.rollback()
     journal.close()
 
 
