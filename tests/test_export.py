@@ -136,7 +136,12 @@ def test_a_run_that_goes_on_is_exported_as_far_as_it_is(known: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--step", "99"], "nothing to export"),
+        (
+            ["--step", "99"],
+            "nothing to export. There are steps 0 to 5, and prompts: "
+            "20 = 12 trained + 2 filtered + 1 quarantined + 5 not issued",
+        ),
+        (["--fate", "nonsense"], "nothing to export. There are steps 0 to 5, and prompts: "),
         (["no/directory/out.parquet"], "no/directory/out.parquet cannot be written: make the dir"),
         (["."], ". is no regular file"),
     ],

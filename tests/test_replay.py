@@ -179,6 +179,10 @@ def test_a_run_without_a_beginning_is_refused_with_the_numbers(journal_only: Pat
         caught.value
     )
     assert "buffer.keep_payloads=always" in str(caught.value)
+    for segment in (journal_only / "segments").iterdir():
+        segment.unlink()
+    with pytest.raises(ValueError, match="batches of 5 are deleted, .* step 4, so none is left"):
+        find_start(RecordedRun(journal_only), last=None)
 
 
 def test_what_cannot_be_replayed_is_refused_before_a_directory_is_made(

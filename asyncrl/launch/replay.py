@@ -97,11 +97,17 @@ def find_start(recorded: RecordedRun, *, last: int | None) -> Start:
         if missing[-1] < version < end and _is_whole(checkpoint):
             return Start(version, checkpoint)
     there = ", ".join(map(str, checkpoints)) or "none"
+    last_gone = missing[-1]
+    why = "so none is left after a checkpoint that it could begin from"
+    if last_gone < end - 1:
+        why = (
+            f"and it has no whole checkpoint of a version from {last_gone + 1} to {end - 1} to "
+            f"begin from (there are: {there})"
+        )
     raise ValueError(
         f"{recorded.path} cannot be replayed: of its {end} steps the batches of {len(missing)} are "
-        f"deleted, the last one that of step {missing[-1]}, and it has no whole checkpoint of a "
-        f"version from {missing[-1] + 1} to {end - 1} to begin from (there are: {there}). Runs "
-        "with buffer.keep_payloads=always keep every batch"
+        f"deleted, the last one that of step {last_gone}, {why}. Runs with "
+        "buffer.keep_payloads=always keep every batch"
     )
 
 

@@ -20,11 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from asyncrl.disk import replaceable, sync
-from asyncrl.journal import open_read_only
+from asyncrl.journal import fates, open_read_only
 from asyncrl.journal_database import refuse_other_schema
 from asyncrl.journal_tables import GroupRow
 from asyncrl.report.reading import find_run, read_config, read_group, setting
 from asyncrl.report.rollouts import Decode, find_decoder, why_not_stored
+from asyncrl.report.summary import fates_text
 from asyncrl.segments import DamagedError
 from asyncrl.types import Rollout, RolloutGroup
 from asyncrl.versions import staleness
@@ -79,7 +80,8 @@ def export_run(name: str, *, out: Path | None, step: int | None, fate: str | Non
     try:
         export.write(partial, _groups(path, step=step, fate=fate))
         if not export.num_rollouts:
-            raise ValueError(f"{path}: nothing to export. {export.left_out()}")
+            why = export.left_out() if export.missing else _what_there_is(path)
+            raise ValueError(f"{path}: nothing to export. {why}")
         sync(partial)
         partial.replace(target)
     except (OSError, pa.ArrowException) as error:
@@ -91,6 +93,13 @@ def export_run(name: str, *, out: Path | None, step: int | None, fate: str | Non
         f"({out.stat().st_size / 1e6:.3g} MB). {export.left_out()}"
     )
     return 0
+
+
+def _what_there_is(path: Path) -> str:
+    with closing(open_read_only(path)) as database:
+        (newest,) = database.execute("SELECT MAX(step) FROM groups").fetchone()
+    steps = "no step" if newest is None else f"steps 0 to {newest}"
+    return f"There are {steps}, and prompts: {fates_text(fates(path))}"
 
 
 @dataclass(slots=True)
