@@ -198,7 +198,8 @@ class Buffer(Section):
     """Seconds from the start of a group to its submission; then another generator gets it."""
     max_attempts: PositiveInt = 3
     """Failures after which a prompt is quarantined: those caused by its content, leases that began
-    and ran past their time, and with on_late reissue each time that it is let go."""
+    and ran past their time, and with on_late reissue each time that it is let go. A group that is
+    generated anew for being late keeps its seeds: one that is slow by itself is late each time."""
     max_filtered_in_a_row: PositiveInt = 1000
     """Filtered or failed groups without a usable one between them that end the run: the task is
     too easy, too hard, or the reward is broken."""
