@@ -17,7 +17,7 @@ _SAID = tuple(os.strerror(number) for number in sorted(_FULL))
 def why_full(error: BaseException, directory: Path) -> str | None:
     """What to tell a person when `error`, or what caused it, is that the disk of `directory`, or of
     the file that the error names, is full. None for any other error."""
-    for cause in _causes(error):
+    for cause in causes(error):
         if _is_full(cause):
             named = getattr(cause, "filename", None)
             where = Path(os.fsdecode(named)) if named else directory
@@ -28,7 +28,8 @@ def why_full(error: BaseException, directory: Path) -> str | None:
     return None
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and all that led to it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -33,6 +33,10 @@ DELETE FROM beats WHERE rowid IN (
   ORDER BY gap LIMIT ?)"""
 
 
+class JournalLocked(Exception):
+    """Another program keeps the writer out; the message says so to a person."""
+
+
 class JournalDatabase:
     """journal.sqlite of one run directory, open for writing. Any thread may use it, one at a
     time."""
@@ -66,14 +70,14 @@ class JournalDatabase:
         )
 
     def write(self, changes: Iterable[Change]) -> None:
-        """One transaction for all of them. RuntimeError when another program has the database
-        locked for LOCKED_S."""
+        """One transaction for all of them. JournalLocked after LOCKED_S in which another program had
+        the database locked."""
         try:
             self._sql.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
                 raise
-            raise RuntimeError(
+            raise JournalLocked(
                 f"another program has {self._path} locked for {LOCKED_S:g} s: end it (only "
                 "`sqlite3 -readonly` may look at it), and go on with checkpoint.resume=auto"
             ) from None

@@ -22,7 +22,8 @@ from asyncrl.address import Address
 from asyncrl.config import Config
 from asyncrl.config.load import load_resolved, save_resolved
 from asyncrl.disk import write_whole
-from asyncrl.full_disk import why_full
+from asyncrl.full_disk import causes, why_full
+from asyncrl.journal_database import JournalLocked
 from asyncrl.handshake import buffer_settings
 from asyncrl.run_dir import RunDir
 from asyncrl.tasks.rows import load_rows
@@ -53,10 +54,11 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Exception as error:
-        full = why_full(error, Path(arguments.config).parent)
-        if full is None:
+        locked = next((str(e) for e in causes(error) if isinstance(e, JournalLocked)), None)
+        mendable = locked or why_full(error, Path(arguments.config).parent)
+        if mendable is None:
             raise
-        print(f"error: {full}", file=sys.stderr)
+        print(f"error: {mendable}", file=sys.stderr)
         return 1
     finally:
         _ignore_signals()

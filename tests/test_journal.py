@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.journal import Journal, fates, open_read_only
+from asyncrl.journal_database import JournalLocked
 from asyncrl.journal_tables import SCHEMA, BeatRow, Change, GroupRow, PayloadRef
 from asyncrl.segments import CHECKSUM_BYTES, DamagedError
 
@@ -261,7 +262,7 @@ def test_a_program_that_locks_the_database_for_too_long_is_named_as_the_cause(
     with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as other:
         other.execute("BEGIN IMMEDIATE")
         write = journal.write(Change(groups=(row(0),)))
-        with pytest.raises(RuntimeError, match="another program has .* locked for 0.2 s: end it"):
+        with pytest.raises(JournalLocked, match="another program has .* locked for 0.2 s: end it"):
             write.result(timeout=5)
         other.rollback()
     journal.close()
