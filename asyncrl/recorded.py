@@ -109,11 +109,10 @@ class RecordedRun:
         return self.path / "segments"
 
     def _select(self, query: str, *values: int) -> list[tuple[Any, ...]]:
-        with closing(open_read_only(self.path)) as database:
-            try:
-                refuse_other_schema(database, self.path / "journal.sqlite")
+        file = self.path / "journal.sqlite"
+        try:
+            with closing(open_read_only(self.path)) as database:
+                refuse_other_schema(database, file)
                 return database.execute(query, values).fetchall()
-            except sqlite3.Error as error:
-                raise ValueError(
-                    f"{self.path / 'journal.sqlite'} cannot be read: {error}"
-                ) from None
+        except sqlite3.Error as error:
+            raise ValueError(f"{file} cannot be read: {error}") from None
