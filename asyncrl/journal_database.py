@@ -70,8 +70,8 @@ class JournalDatabase:
         )
 
     def write(self, changes: Iterable[Change]) -> None:
-        """One transaction for all of them. JournalLocked after LOCKED_S in which another program had
-        the database locked."""
+        """One transaction for all of them. JournalLocked when another program has had the database
+        locked for LOCKED_S."""
         try:
             self._sql.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:

@@ -4,16 +4,22 @@ more prompt, when a checkpoint is needed to let older groups go, and when nothin
 from __future__ import annotations
 
 import logging
-import math
 from concurrent.futures import Future
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.journal import SEGMENT_BYTES, Journal
+from asyncrl.journal import Journal
+from asyncrl.journal_cap import (
+    cap_bytes,
+    check_cap,
+    in_gb,
+    largest_group_bytes,
+    segment_bytes,
+)
 from asyncrl.journal_tables import PayloadRef
 from asyncrl.memory_journal import MemoryJournal
 from asyncrl.segments import CHECKSUM_BYTES
-from asyncrl.wire import TOKEN_BYTES, Frame
+from asyncrl.wire import Frame
 from buffer.groups import FATES, OPEN
 from buffer.ledger import Ledger
 from buffer.training import Training
@@ -21,9 +27,6 @@ from buffer.training import Training
 log = logging.getLogger(__name__)
 
 AnyJournal = Journal | MemoryJournal
-_SEGMENTS_IN_CAP = 16
-_LOOSE_SEGMENTS = 2
-"""The one that is being written, and the oldest one that holds a group that is still needed."""
 
 
 def open_journal(directory: Path, config: Config) -> AnyJournal:
@@ -38,23 +41,6 @@ def open_journal(directory: Path, config: Config) -> AnyJournal:
     if durability == "none":
         return MemoryJournal(directory)
     return Journal(directory, durability=durability, segment_bytes=segment_bytes(config))
-
-
-def segment_bytes(config: Config) -> int:
-    """Segments are deleted whole, so they are small where the cap is."""
-    return min(SEGMENT_BYTES, cap_bytes(config) // _SEGMENTS_IN_CAP)
-
-
-def cap_bytes(config: Config) -> int:
-    return int(config.buffer.max_journal_gb * 1e9)
-
-
-def largest_group_bytes(config: Config) -> int:
-    """The frame of a group (wire.encode_group) whose prompt and responses have their full length,
-    with 256 bytes of rewards and their parts for each, and its checksum."""
-    prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    samples = config.group_size * (256 + TOKEN_BYTES * response)
-    return 1024 + 4 * prompt + samples + CHECKSUM_BYTES
 
 
 class JournalRoom:
@@ -78,10 +64,7 @@ class JournalRoom:
         self._options = config.buffer
         self._group_bytes = largest_group_bytes(config)
         self.cap_bytes = cap_bytes(config)
-        needed_bytes = _needed_bytes(config)
-        if needed_bytes > self.cap_bytes:
-            raise ValueError(_too_small(config, needed_bytes))
-        self.low_bytes = min(self.cap_bytes // 2, self.cap_bytes - needed_bytes)
+        self.low_bytes = min(self.cap_bytes // 2, self.cap_bytes - check_cap(config))
         self._retained = self.retain()
         self._has_warned = False
 
@@ -128,7 +111,7 @@ class JournalRoom:
                 "the journal has %s of %s in use (buffer.max_journal_gb): from now on each step "
                 "ends with a checkpoint as long as there is more than %s, and filtered groups are "
                 "kept without their text",
-                *(_gb(self.used_bytes), _gb(self.cap_bytes), _gb(self.low_bytes)),
+                *(in_gb(self.used_bytes), in_gb(self.cap_bytes), in_gb(self.low_bytes)),
             )
         return True
 
@@ -146,18 +129,18 @@ class JournalRoom:
         if options.keep_payloads == "always":
             reason = "buffer.keep_payloads=always lets none go, and no checkpoint"
         return (
-            f"the journal is full: {_gb(self._journal.num_bytes)} of finished groups are stored, "
-            f"buffer.max_journal_gb={options.max_journal_gb:g} allows {_gb(self.cap_bytes)}, and "
-            f"one more group may take {_gb(self._group_bytes)}; {reason} can make room. Raise "
+            f"the journal is full: {in_gb(self._journal.num_bytes)} of finished groups are stored, "
+            f"buffer.max_journal_gb={options.max_journal_gb:g} allows {in_gb(self.cap_bytes)}, and "
+            f"one more group may take {in_gb(self._group_bytes)}; {reason} can make room. Raise "
             "buffer.max_journal_gb and go on with checkpoint.resume=auto"
         )
 
     def full_text(self) -> str:
         """What there is no room for, and what will make some."""
         return (
-            f"the journal has no room for another group of up to {_gb(self._group_bytes)}: "
-            f"{_gb(self.used_bytes)} of {_gb(self.cap_bytes)} (buffer.max_journal_gb) are in use; "
-            "the learner's next checkpoint makes some"
+            f"the journal has no room for another group of up to {in_gb(self._group_bytes)}: "
+            f"{in_gb(self.used_bytes)} of {in_gb(self.cap_bytes)} (buffer.max_journal_gb) are in "
+            "use; the learner's next checkpoint makes some"
         )
 
     def values(self) -> dict[str, str | int]:
@@ -187,31 +170,3 @@ class JournalRoom:
             return False
         is_waiting = self._training.position == policy.next_step and not policy.can_assign()
         return is_waiting and policy.can_admit()
-
-
-def _steps_needed(config: Config) -> int:
-    return config.checkpoint.keep_last + 2 * config.max_staleness + 1
-
-
-def _needed_bytes(config: Config) -> int:
-    groups = _steps_needed(config) * config.prompts_per_step
-    return groups * largest_group_bytes(config) + _LOOSE_SEGMENTS * segment_bytes(config)
-
-
-def _too_small(config: Config, needed_bytes: int) -> str:
-    groups_bytes = needed_bytes - _LOOSE_SEGMENTS * segment_bytes(config)
-    share = 1 - _LOOSE_SEGMENTS / _SEGMENTS_IN_CAP
-    least = min(groups_bytes / share, groups_bytes + _LOOSE_SEGMENTS * SEGMENT_BYTES)
-    return (
-        f"buffer.max_journal_gb: {config.buffer.max_journal_gb:g} is too little: the run may have "
-        f"to keep {_steps_needed(config)} steps (checkpoint.keep_last + 2 * max_staleness + 1) of "
-        f"{config.prompts_per_step} groups (prompts_per_step) of "
-        f"{_gb(largest_group_bytes(config))} (group_size * data.max_response_length * "
-        f"{TOKEN_BYTES} bytes and the prompt). Use {math.ceil(least / 1e6) / 1e3:g} or more, or "
-        "make one of these smaller"
-    )
-
-
-def _gb(num_bytes: float) -> str:
-    """In the unit of the setting, with three digits that count."""
-    return f"{num_bytes / 1e9:.3g} GB"

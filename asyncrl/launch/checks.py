@@ -8,6 +8,7 @@ from pathlib import Path
 
 from asyncrl.address import Address
 from asyncrl.config import Config
+from asyncrl.journal_cap import check_cap
 from asyncrl.launch.models import find_model
 from asyncrl.tasks.prompts import check_prompts
 from asyncrl.tasks.rewards import check_reward, resolve
@@ -20,6 +21,7 @@ def check_run(config: Config) -> Config:
 
     Raises ValueError.
     """
+    check_cap(config)
     rows = load_rows(config)
     check_reward(config.reward.path, rows.train[0], timeout_s=config.reward.timeout_s)
     config = with_model(config, find_model(config.model.path))
