@@ -83,7 +83,7 @@ class GeneratorRequests:
         return self._run.books.ledger.held(id, message.attempt, by=member.name) is not None
 
     async def _failed(self, member: Member, packet: Packet, message: Failed) -> Message:
-        verdict = self._run.generation.failed(member, message, now=time.monotonic())
+        verdict = self._run.submissions.failed(member, message, now=time.monotonic())
         level = logging.WARNING if verdict.verdict == "accepted" else logging.INFO  # it was void
         log.log(level, "%s: group %s failed: %s", member.name, message.group, message.reason)
         await self._changes.save()

@@ -27,6 +27,7 @@ from buffer.generation import Generation
 from buffer.groups import Group, State
 from buffer.members import Member
 from buffer.room import AnyJournal
+from buffer.submissions import Submissions
 from buffer.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Run:
         self.watch = Watch(config, self.books, now=now)
         self.members = self.watch.members
         self.generation = Generation(config, self.books, self.watch)
+        self.submissions = Submissions(config, self.books, self.watch)
         self.ending = Ending(config, self.books, self.members, now=now)
         self._waited_for = ""
 
@@ -78,7 +80,7 @@ class Run:
         self, member: Member, message: Submit, frames: Sequence[Frame], *, now: float
     ) -> Verdict:
         newest = self._newest()
-        verdict = self.generation.submit(member, message, frames, newest=newest, now=now)
+        verdict = self.submissions.submit(member, message, frames, newest=newest, now=now)
         if verdict.verdict in ("accepted", "filtered"):
             self.watch.watchdog.got_on(now=now)
         return verdict

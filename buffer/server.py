@@ -113,6 +113,18 @@ class BufferServer:
             await self._transport.close()
         if self._fatal is not None:
             raise self._fatal
+        return self._exit_code()
+
+    def drain(self, by: str) -> None:
+        """The run stops where it stands: nothing new is handed out, the learner ends its step, and
+        `serve` returns when everybody has heard. `by` says in words what asked for it."""
+        self._run.ending.stop(by)
+
+    def stop(self) -> None:
+        """`serve` returns at once."""
+        self._stopped.set()
+
+    def _exit_code(self) -> int:
         end = self._run.end
         if end is None or end.failed:
             return 1
@@ -123,15 +135,6 @@ class BufferServer:
             )
             return 1
         return STOPPED if end.stopped else 0
-
-    def drain(self, by: str) -> None:
-        """The run stops where it stands: nothing new is handed out, the learner ends its step, and
-        `serve` returns when everybody has heard. `by` says in words what asked for it."""
-        self._run.ending.stop(by)
-
-    def stop(self) -> None:
-        """`serve` returns at once."""
-        self._stopped.set()
 
     async def _watch_the_clock(self, reader: asyncio.Task[None]) -> None:
         """Until the buffer may leave. `reader` ends only by what broke it."""
