@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from asyncrl.journal_tables import BeatRow
+from asyncrl.journal.tables import BeatRow
 from asyncrl.states import AWAY, STATES, state_of
 
 GONE = ("left", "dead")

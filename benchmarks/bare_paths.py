@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from asyncrl.journal_tables import TABLES
+from asyncrl.journal.tables import TABLES
 
 SEGMENT_BYTES = 64 << 20
 ROWS_PER_GROUP = 5

@@ -18,7 +18,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from asyncrl.journal_tables import PayloadRef
+from asyncrl.journal.tables import PayloadRef
 from asyncrl.types import GroupId
 from buffer.groups import Group
 from buffer.ledger import Ledger

@@ -24,7 +24,7 @@ from asyncrl.config.load import load_resolved, save_resolved
 from asyncrl.disk import write_whole
 from asyncrl.full_disk import causes, why_full
 from asyncrl.handshake import buffer_settings
-from asyncrl.journal_database import JournalLocked
+from asyncrl.journal.database import JournalLocked
 from asyncrl.run_dir import RunDir
 from asyncrl.tasks.rows import load_rows
 from buffer.history import earlier_beats

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from asyncrl.config import Config
-from asyncrl.journal_tables import BeatRow, Change, EvalRow, Stored
+from asyncrl.journal.tables import BeatRow, Change, EvalRow, Stored
 from asyncrl.messages import End, Record
 from asyncrl.types import Row
 from buffer.evaluation import Evaluations

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from asyncrl.journal_tables import WeightsRow
+from asyncrl.journal.tables import WeightsRow
 from asyncrl.transport import Reply
 from asyncrl.wire import Packet
 from buffer.members import Member

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from asyncrl.journal_tables import GroupRow, PayloadRef
+from asyncrl.journal.tables import GroupRow, PayloadRef
 from asyncrl.types import GroupId
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.journal import open_read_only
-from asyncrl.journal_tables import BeatRow
+from asyncrl.journal.tables import BeatRow
 from buffer.lives import Lives
 from buffer.members import Member
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 
 from asyncrl import transport
+from asyncrl.journal.segments import DamagedError
 from asyncrl.messages import (
     Batch,
     Checkpointed,
@@ -24,7 +25,6 @@ from asyncrl.messages import (
     Registered,
     Waiting,
 )
-from asyncrl.segments import DamagedError
 from asyncrl.wire import Frame, Packet
 from buffer.changes import Changes, Handler
 from buffer.evaluation import Evaluations

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from asyncrl.journal_tables import GroupRow, PayloadRef
+from asyncrl.journal.tables import GroupRow, PayloadRef
 from asyncrl.types import GroupId
 from buffer.batches import Batches
 from buffer.groups import OPEN, OUTSTANDING, Group, Groups, State

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.journal_tables import BeatRow
+from asyncrl.journal.tables import BeatRow
 from asyncrl.run_clock import RunClock
 from asyncrl.shares import Shares, lanes, shares
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.journal import Journal
-from asyncrl.journal_cap import (
+from asyncrl.journal.cap import (
     cap_bytes,
     check_cap,
     in_gb,
     largest_group_bytes,
     segment_bytes,
 )
-from asyncrl.journal_tables import PayloadRef
-from asyncrl.memory_journal import MemoryJournal
-from asyncrl.segments import CHECKSUM_BYTES
+from asyncrl.journal.memory import MemoryJournal
+from asyncrl.journal.segments import CHECKSUM_BYTES
+from asyncrl.journal.tables import PayloadRef
 from asyncrl.wire import Frame
 from buffer.groups import FATES, OPEN
 from buffer.ledger import Ledger

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from asyncrl.config import Config
-from asyncrl.journal_tables import StepRow
+from asyncrl.journal.tables import StepRow
 from asyncrl.messages import (
     Commit,
     End,

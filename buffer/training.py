@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from asyncrl.journal_tables import StepRow, Stored, WeightsRow
+from asyncrl.journal.tables import StepRow, Stored, WeightsRow
 from asyncrl.messages import Checkpointed, Commit, Published, Record, Refused, Register
 from asyncrl.types import WeightId
 from buffer.groups import Group

@@ -26,7 +26,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import load_resolved
 from asyncrl.end_now import end_now
 from asyncrl.full_disk import why_full
-from asyncrl.recorded import RecordedRun
+from asyncrl.journal.recorded import RecordedRun
 from asyncrl.run_dir import RunDir
 from learner.joining import Connection, join, leave
 from learner.signals import EndOnSignals

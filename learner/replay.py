@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from asyncrl.journal.recorded import RecordedRun
 from asyncrl.messages import Batch, End, Heartbeat, Record, Registered
-from asyncrl.recorded import RecordedRun
 from asyncrl.types import WeightId
 from asyncrl.weights_dir import weights_digest
 from asyncrl.wire import Packet

@@ -19,7 +19,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import save_resolved
 from asyncrl.config.training import training_digest
 from asyncrl.journal import Journal
-from asyncrl.journal_tables import Change, GroupRow, StepRow, WeightsRow
+from asyncrl.journal.tables import Change, GroupRow, StepRow, WeightsRow
 from asyncrl.run_dir import RunDir
 from asyncrl.wire import encode_group
 from learner.__main__ import live_sides

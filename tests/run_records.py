@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from asyncrl.journal import Journal
-from asyncrl.journal_tables import BeatRow, Change, EvalRow, GroupRow, StepRow
+from asyncrl.journal.tables import BeatRow, Change, EvalRow, GroupRow, StepRow
 from asyncrl.types import GroupId, Rollout, RolloutGroup
 from asyncrl.wire import encode_group
 

@@ -18,9 +18,9 @@ from serving_buffer import Serving, play, serving, serving_run
 from asyncrl import transport
 from asyncrl.client import Client
 from asyncrl.journal import Journal, fates
-from asyncrl.journal_tables import Change
+from asyncrl.journal.segments import MAX_AT_ONCE
+from asyncrl.journal.tables import Change
 from asyncrl.messages import Hello, Ok, Submit
-from asyncrl.segments import MAX_AT_ONCE
 from asyncrl.transport import Server
 from asyncrl.types import GroupId
 from asyncrl.wire import Packet, view

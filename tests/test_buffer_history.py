@@ -13,7 +13,7 @@ from scripted_peers import make_config
 from serving_buffer import play, serving
 
 from asyncrl.journal import Journal, fates, open_read_only
-from asyncrl.journal_tables import BeatRow, Change
+from asyncrl.journal.tables import BeatRow, Change
 from asyncrl.types import WeightId
 from buffer.history import IDLE_ROW_S, History, earlier_beats
 from buffer.lives import MAX_LIVES, RECENT_S, Lives, time_values

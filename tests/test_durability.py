@@ -17,13 +17,13 @@ from test_journal import payload_of, row
 
 from asyncrl.config import Config
 from asyncrl.journal import Journal, fates
-from asyncrl.journal_tables import Change
+from asyncrl.journal.memory import MemoryJournal
+from asyncrl.journal.segments import CHECKSUM_BYTES
+from asyncrl.journal.tables import Change
 from asyncrl.launch.status import journal_says
-from asyncrl.memory_journal import MemoryJournal
 from asyncrl.messages import Checkpointed
 from asyncrl.report.reading import read_run
 from asyncrl.report.summary import outcome, prompts_text
-from asyncrl.segments import CHECKSUM_BYTES
 from buffer.room import open_journal
 from buffer.run import Run
 

@@ -16,8 +16,8 @@ import pytest
 from run_records import GROUPS, STALENESS, STEPS, TOKENS, write_run
 
 from asyncrl.journal import Journal
-from asyncrl.journal_claim import note_nothing_kept
-from asyncrl.journal_tables import Change
+from asyncrl.journal.claim import note_nothing_kept
+from asyncrl.journal.tables import Change
 from asyncrl.report import export
 from asyncrl.report.export import COLUMNS, export_run
 

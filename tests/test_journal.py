@@ -19,15 +19,15 @@ from pathlib import Path
 import pytest
 
 from asyncrl.journal import Journal, fates, open_read_only
-from asyncrl.journal_database import JournalLocked
-from asyncrl.journal_tables import SCHEMA, BeatRow, Change, GroupRow, PayloadRef
-from asyncrl.segments import CHECKSUM_BYTES, DamagedError
+from asyncrl.journal.database import JournalLocked
+from asyncrl.journal.segments import CHECKSUM_BYTES, DamagedError
+from asyncrl.journal.tables import SCHEMA, BeatRow, Change, GroupRow, PayloadRef
 
 WRITER = """
 import os, sys
 from pathlib import Path
 from asyncrl.journal import Journal
-from asyncrl.journal_tables import Change
+from asyncrl.journal.tables import Change
 sys.path.insert(0, "tests")
 from test_journal import payload_of, row
 
@@ -257,7 +257,7 @@ def test_a_finished_run_is_read_where_nobody_may_write() -> None:
 def test_a_program_that_locks_the_database_for_too_long_is_named_as_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.journal_database.LOCKED_S", 0.2)
+    monkeypatch.setattr("asyncrl.journal.database.LOCKED_S", 0.2)
     journal = Journal(tmp_path)
     with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as other:
         other.execute("BEGIN IMMEDIATE")

@@ -14,7 +14,7 @@ from test_buffer_process import address_of, begin, buffer_process
 from test_journal_room import SavingLearner, disk_bytes
 
 from asyncrl.config import Config
-from asyncrl.journal_cap import largest_group_bytes
+from asyncrl.journal.cap import largest_group_bytes
 from asyncrl.messages import Lease, Verdict
 from asyncrl.wire import encode_group
 

@@ -7,7 +7,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from asyncrl.journal_tables import SCHEMA, TABLES
+from asyncrl.journal.tables import SCHEMA, TABLES
 from asyncrl.report.export import COLUMNS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "journal.md").read_text()

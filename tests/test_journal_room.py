@@ -15,7 +15,7 @@ from scripted_peers import Generator, Learner, make_config, make_group, mixed, r
 from serving_buffer import Serving, play, serving_run
 
 from asyncrl.config import Config
-from asyncrl.journal_cap import largest_group_bytes
+from asyncrl.journal.cap import largest_group_bytes
 from asyncrl.messages import Checkpointed, Commit, Committed, Lease, Verdict, Waiting
 from asyncrl.types import GroupId
 from asyncrl.wire import encode_group

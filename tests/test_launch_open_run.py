@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.config import Config
 from asyncrl.journal import Journal, open_read_only
-from asyncrl.journal_tables import Change
+from asyncrl.journal.tables import Change
 from asyncrl.launch.open_run import as_begun, open_run_dir
 from asyncrl.run_dir import RunDir
 

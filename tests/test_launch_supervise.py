@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.journal import Journal
-from asyncrl.journal_tables import Change
+from asyncrl.journal.tables import Change
 from asyncrl.launch.children import Children, Program
 from asyncrl.launch.progress import Progress
 from asyncrl.launch.signals import Signals

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from asyncrl.journal_tables import GroupRow, PayloadRef
+from asyncrl.journal.tables import GroupRow, PayloadRef
 from asyncrl.types import GroupId
 from buffer.groups import Group, State
 from buffer.leases import LOST_LEASE_S, LeaseClocks, Overdue

@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 
 from asyncrl.config import Config
 from asyncrl.config.load import load_config
-from asyncrl.journal import Journal, PayloadRef
+from asyncrl.journal import Journal
+from asyncrl.journal.tables import PayloadRef
 from asyncrl.types import GroupId, Rollout, RolloutGroup, Sampling
 from asyncrl.versions import sample_seed
 from asyncrl.wire import decode_group

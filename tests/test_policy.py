@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from asyncrl import versions
-from asyncrl.journal_tables import GroupRow, PayloadRef
+from asyncrl.journal.tables import GroupRow, PayloadRef
 from asyncrl.types import GroupId
 from buffer.groups import OPEN, Group, State
 from buffer.leases import LeaseClocks

@@ -25,9 +25,9 @@ from recorded_runs import (
 
 from asyncrl.clock import PhaseClock
 from asyncrl.config.load import load_recorded, load_resolved, save_resolved
+from asyncrl.journal.recorded import RecordedRun
 from asyncrl.launch.replay import become_replay, find_start
 from asyncrl.launch.status import show_status
-from asyncrl.recorded import RecordedRun
 from asyncrl.run_dir import RunDir
 from learner.__main__ import replay_sides
 from learner.loop import Learner

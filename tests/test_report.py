@@ -25,7 +25,7 @@ from run_records import (
 )
 
 from asyncrl.journal import Journal
-from asyncrl.journal_tables import BeatRow, Change
+from asyncrl.journal.tables import BeatRow, Change
 from asyncrl.messages import End
 from asyncrl.report.page import write_report
 from asyncrl.report.reading import RunRecords, find_run, read_metrics, read_run

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.journal_tables import BeatRow
+from asyncrl.journal.tables import BeatRow
 from asyncrl.shares import lanes, shares
 from asyncrl.states import AWAY, COLORS, STATES, is_waiting, percentages, state_of
 

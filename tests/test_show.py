@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from run_records import STALENESS, write_run
 
-from asyncrl.journal_tables import SCHEMA
+from asyncrl.journal.tables import SCHEMA
 from asyncrl.launch.show import Filter, group_lines, select, visible
 from asyncrl.report.reading import read_run
 from asyncrl.report.rollouts import show, text_decoder, version_spans

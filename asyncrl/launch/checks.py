@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl.address import Address
 from asyncrl.config import Config
-from asyncrl.journal_cap import check_cap
+from asyncrl.journal.cap import check_cap
 from asyncrl.launch.models import find_model
 from asyncrl.tasks.prompts import check_prompts
 from asyncrl.tasks.rewards import check_reward, resolve

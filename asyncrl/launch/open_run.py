@@ -12,7 +12,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.config.fields import nearest
-from asyncrl.journal_claim import refuse_lost_books
+from asyncrl.journal.claim import refuse_lost_books
 from asyncrl.launch.checks import with_model
 from asyncrl.launch.version_zero import check_checkpoint, make_start_model, read_origin
 from asyncrl.run_dir import RunDir

@@ -20,6 +20,7 @@ from asyncrl.config.load import load_config, load_recorded, save_resolved
 from asyncrl.config.training import OF_BATCHES, ON_BATCHES, differences, training_digest
 from asyncrl.disk import write_whole
 from asyncrl.handshake import member_settings
+from asyncrl.journal.recorded import RecordedRun
 from asyncrl.launch.checks import with_model
 from asyncrl.launch.models import find_model
 from asyncrl.launch.open_run import open_run_dir
@@ -27,7 +28,6 @@ from asyncrl.launch.placement import visible_gpus
 from asyncrl.launch.ranks import learner_command
 from asyncrl.launch.roles import become, environment_for
 from asyncrl.launch.version_zero import check_checkpoint, link_or_copy
-from asyncrl.recorded import RecordedRun
 from asyncrl.report.reading import find_run
 from asyncrl.run_dir import RunDir
 

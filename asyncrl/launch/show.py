@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from asyncrl.journal_claim import NOTHING_KEPT, is_nothing_kept
-from asyncrl.journal_tables import GroupRow
+from asyncrl.journal.claim import NOTHING_KEPT, is_nothing_kept
+from asyncrl.journal.tables import GroupRow
 from asyncrl.launch.output import plain_console
 from asyncrl.report.reading import RunRecords, find_run, read_run
 from asyncrl.report.rollouts import ShownGroup, ShownRollout, show, text_decoder, version_spans

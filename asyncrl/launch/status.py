@@ -12,7 +12,7 @@ from rich.console import Console
 
 from asyncrl.address import Address
 from asyncrl.client import RefusedError, Unreachable
-from asyncrl.journal_claim import NOTHING_KEPT, is_nothing_kept
+from asyncrl.journal.claim import NOTHING_KEPT, is_nothing_kept
 from asyncrl.launch.status_screen import screen
 from asyncrl.messages import Hello, StatusRequest
 from asyncrl.report.reading import find_run, read_run

@@ -21,12 +21,12 @@ import pyarrow.parquet as parquet
 
 from asyncrl.disk import replaceable, sync
 from asyncrl.journal import fates, open_read_only
-from asyncrl.journal_database import refuse_other_schema
-from asyncrl.journal_tables import GroupRow
+from asyncrl.journal.database import refuse_other_schema
+from asyncrl.journal.segments import DamagedError
+from asyncrl.journal.tables import GroupRow
 from asyncrl.report.reading import find_run, read_config, read_group, setting
 from asyncrl.report.rollouts import Decode, find_decoder, why_not_stored
 from asyncrl.report.summary import fates_text
-from asyncrl.segments import DamagedError
 from asyncrl.types import Rollout, RolloutGroup
 from asyncrl.versions import staleness
 from asyncrl.wire import WireError, decode_group

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 from asyncrl.config.fields import nearest
 from asyncrl.config.yaml_text import YamlError, parse
 from asyncrl.journal import open_read_only
-from asyncrl.journal_tables import SCHEMA, BeatRow, EvalRow, GroupRow, PayloadRef, StepRow
+from asyncrl.journal.segments import read_payload
+from asyncrl.journal.tables import SCHEMA, BeatRow, EvalRow, GroupRow, PayloadRef, StepRow
 from asyncrl.run_dir import RunDir
-from asyncrl.segments import read_payload
 
 Record = dict[str, Any]
 Row = TypeVar("Row", bound=NamedTuple)

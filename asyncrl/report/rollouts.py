@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.journal_tables import GroupRow
+from asyncrl.journal.tables import GroupRow
 from asyncrl.report.reading import RunRecords
 from asyncrl.types import Rollout, RolloutGroup
 from asyncrl.versions import staleness

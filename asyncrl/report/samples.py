@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from asyncrl.journal_tables import GroupRow
+from asyncrl.journal.tables import GroupRow
 from asyncrl.report.reading import RunRecords
 from asyncrl.report.rollouts import Decode, ShownGroup, ShownRollout, show, text_decoder
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.journal_tables import BeatRow
+from asyncrl.journal.tables import BeatRow
 from asyncrl.report.reading import Record, RunRecords
 from asyncrl.run_clock import RunClock
 from asyncrl.shares import lanes

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from asyncrl.journal_claim import is_nothing_kept
+from asyncrl.journal.claim import is_nothing_kept
 from asyncrl.report.reading import RunRecords, in_order
 from asyncrl.report.series import (
     EvalPoint,

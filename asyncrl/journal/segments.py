@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from asyncrl.disk import sync
-from asyncrl.journal_tables import PayloadRef
+from asyncrl.journal.tables import PayloadRef
 from asyncrl.wire import Frame, view
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.journal import open_read_only
-from asyncrl.journal_database import refuse_other_schema
-from asyncrl.journal_tables import PayloadRef, StepRow
-from asyncrl.segments import DamagedError, read_payload
+from asyncrl.journal.database import refuse_other_schema
+from asyncrl.journal.journal import open_read_only
+from asyncrl.journal.segments import DamagedError, read_payload
+from asyncrl.journal.tables import PayloadRef, StepRow
 from asyncrl.types import GroupId
 
 _PREFIX = "version-"
@@ -36,7 +36,7 @@ class RecordedRun:
     path: Path
 
     def meta(self) -> dict[str, str]:
-        """What the journal keeps by name (journal_tables)."""
+        """What the journal keeps by name (tables.py)."""
         return dict(self._select("SELECT key, value FROM meta"))
 
     def committed(self) -> int:

@@ -10,7 +10,7 @@ SIGKILL of the process; with durability `full` it survives loss of power, too.
       segments/000001     payloads one after the other, each with a checksum; the rows know offset
                           and length
 
-    (the tables: asyncrl/journal_tables.py)
+    (the tables: asyncrl/journal/tables.py)
 
 A payload is appended before the row that refers to it, so a row never points at missing bytes.
 After a restart writing goes on in a new segment. A segment is deleted whole, when none of its
@@ -31,10 +31,10 @@ from typing import Literal
 from urllib.parse import quote
 
 from asyncrl.disk import sync
-from asyncrl.journal_claim import NOTHING_KEPT, is_nothing_kept, refuse_lost_books, take_lock
-from asyncrl.journal_database import JournalDatabase
-from asyncrl.journal_tables import Change, PayloadRef
-from asyncrl.segments import Segments
+from asyncrl.journal.claim import NOTHING_KEPT, is_nothing_kept, refuse_lost_books, take_lock
+from asyncrl.journal.database import JournalDatabase
+from asyncrl.journal.segments import Segments
+from asyncrl.journal.tables import Change, PayloadRef
 from asyncrl.wire import Frame
 
 SEGMENT_BYTES = 64 << 20

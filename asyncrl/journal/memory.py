@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
-from asyncrl.journal_claim import note_nothing_kept, refuse_lost_books, take_lock
-from asyncrl.journal_tables import Change, GroupRow, PayloadRef, Stored
+from asyncrl.journal.claim import note_nothing_kept, refuse_lost_books, take_lock
+from asyncrl.journal.tables import Change, GroupRow, PayloadRef, Stored
 from asyncrl.wire import Frame
 
 

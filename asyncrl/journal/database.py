@@ -1,4 +1,4 @@
-"""The SQLite side of the journal: the rows of asyncrl/journal_tables.py, for its one writer."""
+"""The SQLite side of the journal: the rows of asyncrl/journal/tables.py, for its one writer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
-from asyncrl.journal_tables import (
+from asyncrl.journal.tables import (
     SCHEMA,
     TABLES,
     Change,

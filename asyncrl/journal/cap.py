@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from asyncrl.config import Config
-from asyncrl.journal import SEGMENT_BYTES
-from asyncrl.segments import CHECKSUM_BYTES
+from asyncrl.journal.journal import SEGMENT_BYTES
+from asyncrl.journal.segments import CHECKSUM_BYTES
 from asyncrl.wire import TOKEN_BYTES
 
 _SEGMENTS_IN_CAP = 16
