@@ -144,6 +144,7 @@ def test_a_run_that_goes_on_is_exported_as_far_as_it_is(known: Path) -> None:
         (["--fate", "nonsense"], "nothing to export. There are steps 0 to 5, and prompts: "),
         (["no/directory/out.parquet"], "no/directory/out.parquet cannot be written: make the dir"),
         (["."], ". is no regular file"),
+        (["train.jsonl"], "train.jsonl: what is written is Parquet"),
     ],
 )
 def test_mistakes_are_one_message_and_code_2(known: Path, arguments: list[str], told: str) -> None:

@@ -6,6 +6,7 @@ and the run may go on meanwhile. The file is there whole or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 from collections import Counter
@@ -70,12 +71,14 @@ def export_run(name: str, *, out: Path | None, step: int | None, fate: str | Non
     to RUN/rollouts.parquet. Returns the exit code.
 
     Raises ValueError when there is no such run, nothing to write, or no place to write it: only a
-    regular file is replaced.
+    regular file whose name ends in .parquet is replaced.
     """
     path = find_run(name)
     out = out or path / "rollouts.parquet"
-    decode = find_decoder(setting(read_config(path), "model.path"))
-    export, target = _Export(path, decode), replaceable(out)
+    target = replaceable(out)
+    if target.suffix != ".parquet":
+        raise ValueError(f"{out}: what is written is Parquet, name a file that ends in .parquet")
+    export = _Export(path, find_decoder(setting(read_config(path), "model.path")))
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         export.write(partial, _groups(path, step=step, fate=fate))
@@ -87,7 +90,8 @@ def export_run(name: str, *, out: Path | None, step: int | None, fate: str | Non
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{out} cannot be written: {error}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing can be written there is nothing
+            partial.unlink(missing_ok=True)
     print(
         f"{export.num_rollouts} rollouts of {export.num_groups} prompts in {out} "
         f"({out.stat().st_size / 1e6:.3g} MB). {export.left_out()}"
