@@ -25,10 +25,19 @@ IDLE_ROW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Last:
+class _Said:
     now: float
     row: BeatRow
     seconds: dict[str, float]
+
+    def grown_to(self, later: _Said) -> list[str]:
+        """Phases that took time since."""
+        return [k for k, s in later.seconds.items() if s > self.seconds.get(k, 0.0)]
+
+    def is_same_as(self, later: _Said) -> bool:
+        """Nothing but the time of one phase has gone on since."""
+        mine, its = ((r.state, r.tokens, r.version) for r in (self.row, later.row))
+        return mine == its and len(self.grown_to(later)) <= 1
 
 
 class History:
@@ -37,8 +46,13 @@ class History:
     def __init__(self, *, interval_s: float, wall_offset: float) -> None:
         """`wall_offset` + a monotonic time is the wall-clock time."""
         self._interval_s = interval_s
+        self._early_s = EARLY_SHARE * interval_s
         self._wall_offset = wall_offset
-        self._last: dict[str, _Last] = {}
+        self._last: dict[str, _Said] = {}
+        """As the last row of each member says."""
+        self._idle: dict[str, _Said] = {}
+        """Heard after that row, and the same but for time: a row of its own as soon as there is
+        news, so that the news is not spread over the time before."""
         self._rows: list[BeatRow] = []
         self._oldest: float | None = None
         self.lives = Lives()
@@ -47,16 +61,18 @@ class History:
     def heard(self, member: Member, *, now: float) -> None:
         """After a heartbeat of `member`."""
         last = self._last.get(member.name)
-        if last is None or self._is_news(member, last, now):
+        if last is None:
             self.note(member, now=now)
+        elif now - last.now >= self._early_s:
+            self._compare(last, self._said(member, now))
 
     def note(self, member: Member, *, now: float) -> None:
         """A row at any rate: it has left, or is dead."""
-        row = self._row(member, now)
-        self._last[member.name] = _Last(now, row, dict(member.seconds))
-        self._rows.append(row)
-        self.lives.add(row)
-        self._oldest = now if self._oldest is None else self._oldest
+        said = self._said(member, now)
+        last, idle = self._last.get(member.name), self._idle.get(member.name)
+        if last is not None and idle is not None and not last.is_same_as(said):
+            self._keep(idle)
+        self._keep(said)
 
     def note_last(self, members: Iterable[Member]) -> None:
         """A row for what each has said since its last one: this buffer ends."""
@@ -70,6 +86,7 @@ class History:
         """Of members that are not `there` no heartbeat is compared with the last one."""
         for name in self._last.keys() - set(there):
             del self._last[name]
+            self._idle.pop(name, None)
 
     def up_to_now(self, members: Iterable[Member]) -> list[BeatRow]:
         """Enough rows for the shares of the last minutes and of the whole run: those that are
@@ -100,13 +117,29 @@ class History:
             version=member.serving.version,
         )
 
-    def _is_news(self, member: Member, last: _Last, now: float) -> bool:
-        if now - last.now < EARLY_SHARE * self._interval_s:
-            return False
-        before = (last.row.state, last.row.tokens, last.row.version)
-        grown = [k for k, s in member.seconds.items() if s > last.seconds.get(k, 0.0)]
-        is_idle = before == (member.state, member.num_tokens, member.serving.version)
-        return not is_idle or len(grown) > 1 or (now - last.now >= IDLE_ROW_S and bool(grown))
+    def _said(self, member: Member, now: float) -> _Said:
+        return _Said(now, self._row(member, now), dict(member.seconds))
+
+    def _compare(self, last: _Said, said: _Said) -> None:
+        """Rows for what is news in `said`, that comes an interval after `last` or later."""
+        if last.is_same_as(said):
+            if said.now - last.now >= IDLE_ROW_S and last.grown_to(said):
+                self._keep(said)
+            else:
+                self._idle[said.row.member] = said
+            return
+        idle = self._idle.get(said.row.member)
+        if idle is not None:
+            self._keep(idle)
+        if idle is None or said.now - idle.now >= self._early_s:
+            self._keep(said)
+
+    def _keep(self, said: _Said) -> None:
+        self._last[said.row.member] = said
+        self._idle.pop(said.row.member, None)
+        self._rows.append(said.row)
+        self.lives.add(said.row)
+        self._oldest = said.now if self._oldest is None else self._oldest
 
 
 def earlier_beats(directory: Path) -> list[BeatRow]:

@@ -14,6 +14,7 @@ from serving_buffer import play, serving
 
 from asyncrl.journal import Journal, fates, open_read_only
 from asyncrl.journal.tables import BeatRow, Change
+from asyncrl.shares import lanes, shares
 from asyncrl.types import WeightId
 from buffer.history import IDLE_ROW_S, History, earlier_beats
 from buffer.lives import MAX_LIVES, RECENT_S, Lives, time_values
@@ -69,6 +70,30 @@ def test_work_between_two_looks_at_the_same_state_is_news() -> None:
     heard = Heard()
     heard.beat(5.0, "waiting", waiting=5.0)
     assert len(heard.beat(10.0, "waiting", waiting=9.0, generating=1.0)) == 1
+
+
+def test_work_after_a_long_wait_is_not_spread_over_it() -> None:
+    """Shares cut inside a gap between two rows are those of the whole gap."""
+    heard = Heard()
+    for now in (5.0, 10.0, 15.0):
+        heard.beat(now, "waiting", wait_batch=now)
+    rows = heard.beat(20.0, "generating", 50, wait_batch=16.0, generating=4.0)
+    assert [(row.at, row.state) for row in rows] == [
+        (1015.0, "waiting"),
+        (1020.0, "generating"),
+    ]
+    [spent] = shares(lanes(rows), since_s=1015.0, until_s=1020.0)
+    assert spent.seconds == pytest.approx({"generating": 4.0, "waiting for a batch": 1.0})
+
+
+def test_there_is_a_row_an_interval_at_most_also_where_news_ends_a_wait() -> None:
+    heard = Heard()
+    for now in (5.0, 10.0):
+        heard.beat(now, "waiting", waiting=now)
+    [waited] = heard.beat(11.0, "generating", 10, waiting=10.5, generating=0.5)
+    assert (waited.at, waited.state) == (1010.0, "waiting")
+    [news] = heard.beat(15.0, "generating", 60, waiting=10.5, generating=4.5)
+    assert (news.at, news.tokens) == (1015.0, 60)
 
 
 def test_rows_wait_for_somebody_elses_transaction_only_so_long() -> None:
