@@ -171,21 +171,40 @@ def test_waiting_before_the_first_step_is_not_counted(known: Path) -> None:
     assert dict(waiting_shares(facts))["learner"] == pytest.approx(0.4)
 
 
+def with_beats_of_the_learner(run: RunRecords, *said: tuple[float, dict[str, float]]) -> RunRecords:
+    """Heartbeats of its first life: seconds since the run began, and what it had done by then."""
+    for at, seconds in said:
+        row = BeatRow(BEGAN + at, "learner-cccc", "learner", "it", json.dumps(seconds), 0, 0)
+        run.beats.append(row)
+    return run
+
+
+def test_a_long_wait_for_the_first_batch_is_not_spread_over_the_steps_after_it(
+    known: Path,
+) -> None:
+    """The learner's heartbeats lie far apart: one before step 0 ends (at 10 s), the next after."""
+    run = read_run(known)
+    first = next(record for record in run.metrics if "time/step_s" in record)
+    first |= {"time/wait_batch_s": 8.0, "time/forward_backward_s": 1.0}
+    run = with_beats_of_the_learner(
+        run,
+        (1.0, {"wait_batch": 1.0}),
+        (12.0, {"wait_batch": 10.0, "forward_backward": 1.0, "snapshot": 1.0}),
+    )
+    assert dict(waiting_shares(gather(run)))["learner"] == pytest.approx(0.4)
+
+
 def test_the_learners_heartbeats_count_where_it_wrote_no_step(known: Path) -> None:
-    journal = Journal(known)
-    beats = [
-        BeatRow(BEGAN + at, "learner-dddd", "learner", "it", json.dumps(seconds), 0, 4)
-        for at, seconds in [
-            (20, {"wait_batch": 8.0, "forward_backward": 10.0}),
-            (39, {"wait_batch": 16.0, "forward_backward": 21.0}),
-            (49, {"wait_batch": 16.0, "forward_backward": 22.0, "checkpoint": 9.0}),
-        ]
-    ]
-    journal.write(Change(beats=tuple(beats))).result()
-    journal.close()
-    assert drawn_seconds(read_run(known))["learner"] == pytest.approx(
+    """Its first life ends with step 3, at 40 s, and then saves."""
+    run = with_beats_of_the_learner(
+        read_run(known),
+        (20.0, {"wait_batch": 8.0, "forward_backward": 10.0, "snapshot": 2.0}),
+        (35.0, {"wait_batch": 16.0, "forward_backward": 16.0, "snapshot": 3.0}),
+        (49.0, {"wait_batch": 16.0, "forward_backward": 20.0, "snapshot": 4.0, "checkpoint": 9.0}),
+    )
+    assert drawn_seconds(run)["learner"] == pytest.approx(
         {
-            **{"waiting for a batch": 32, "training": 31, "training again": 10},
+            **{"waiting for a batch": 32, "training": 30, "training again": 10},
             **{"moving weights": 8, "saving": 9},
         }
     )
@@ -236,11 +255,12 @@ def test_the_summary_says_what_the_records_say(known: Path) -> None:
     assert lines["median wait for a batch"] == "4.0 s"
     assert lines["lives of the learner"] == "2"
     assert lines["tokens trained, with prompts"] == "600"
-    assert lines["learner waited, after the first step"] == "40.0%"
+    assert lines["learner waited, after the first step"] == "40%"
     assert lines["response tokens that came in"] == "180"
     top = dict(headline(facts))
     assert top["training reward, first and last step"] == "0.100 → 0.600"
     assert top["held-out accuracy"] == "0.250 → 0.750"
+    assert top["learner waited, after the first step"] == "40%"
 
 
 def test_a_bound_that_changed_on_resuming_is_told_in_order(known: Path) -> None:

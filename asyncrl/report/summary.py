@@ -20,7 +20,7 @@ from asyncrl.report.series import (
     tokens_in,
     trained_steps,
 )
-from asyncrl.report.timeline import known_lanes
+from asyncrl.report.timeline import drawn_lanes, known_lanes
 from asyncrl.run_clock import RunClock
 from asyncrl.shares import Lane, Shares, shares
 from asyncrl.states import AWAY, is_waiting
@@ -69,8 +69,7 @@ def headline(facts: RunFacts) -> list[Line]:
         lines.append(Line("held-out accuracy", " → ".join(values)))
     if steps:
         lines.append(Line("staleness", staleness_text(facts)))
-    lines += [Line(f"{name} waited", f"{share:.0%}") for name, share in waiting_shares(facts)]
-    return lines
+    return lines + _waited_lines(facts)
 
 
 def table(facts: RunFacts) -> list[Line]:
@@ -104,11 +103,7 @@ def table(facts: RunFacts) -> list[Line]:
         Line(f"held-out accuracy, version {point.version}", f"{point.accuracy:.3f}")
         for point in (facts.evals[:1] + facts.evals[1:][-1:])
     ]
-    lines += [
-        Line(f"{name} waited, after the first step", f"{share:.1%}")
-        for name, share in waiting_shares(facts)
-    ]
-    return lines
+    return lines + _waited_lines(facts)
 
 
 def outcome(run: RunRecords) -> str:
@@ -165,7 +160,8 @@ def waiting_shares(facts: RunFacts) -> list[tuple[str, float]]:
     if not facts.steps:
         return []
     since_s = facts.clock.seconds(facts.steps[0].at)
-    found = shares(facts.lanes, since_s=since_s, until_s=facts.clock.total_s)
+    lanes = drawn_lanes(facts.run, facts.lanes, facts.clock)
+    found = shares(lanes, since_s=since_s, until_s=facts.clock.total_s)
     roles = (("learner", "learner"), ("generators", "generator"))
     waited = [(name, _waited([s for s in found if s.role == role])) for name, role in roles]
     return [(name, share) for name, share in waited if share is not None]
@@ -204,6 +200,11 @@ def _step_lines(facts: RunFacts) -> list[Line]:
     if skipped:
         lines.append(Line("steps skipped, loss or gradient not finite", f"{skipped:.0f}"))
     return lines
+
+
+def _waited_lines(facts: RunFacts) -> list[Line]:
+    shares = waiting_shares(facts)
+    return [Line(f"{name} waited, after the first step", f"{share:.0%}") for name, share in shares]
 
 
 def _numbers(steps: Iterable[TrainedStep], name: str) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -82,10 +83,28 @@ def _step_spans(record: Record, clock: RunClock) -> Iterator[Span]:
         begin += seconds
 
 
-def _outside(known: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
-    """Those of `spans` whose middle lies in none of `known`."""
-    begins = np.sort([span.begin_s for span in known])
-    ends = np.sort([span.end_s for span in known])
-    middles = [(span.begin_s + span.end_s) / 2 for span in spans]
-    is_inside = np.searchsorted(begins, middles, "right") > np.searchsorted(ends, middles, "right")
-    return [span for span, inside in zip(spans, is_inside, strict=True) if not inside]
+def _outside(known: Sequence[Span], spans: Sequence[Span]) -> Iterator[Span]:
+    """The parts of `spans` that none of `known` covers, with those of their seconds that `known`
+    does not tell of."""
+    known = sorted(known, key=lambda span: span.begin_s)
+    begins, ends = [span.begin_s for span in known], [span.end_s for span in known]
+    for span in spans:
+        near = known[bisect_right(ends, span.begin_s) : bisect_left(begins, span.end_s)]
+        told = [part for each in near if (part := each.within(span.begin_s, span.end_s))]
+        yield from _gaps(span, told)
+
+
+def _gaps(span: Span, told: Sequence[Span]) -> Iterator[Span]:
+    """What lies between those of `told`, which are in order and within `span`."""
+    left = dict(span.seconds)
+    for part in told:
+        for state, seconds in part.seconds.items():
+            left[state] = max(0.0, left.get(state, 0.0) - seconds)
+    rest = left if any(left.values()) else span.seconds
+    scale = (span.end_s - span.begin_s) / sum(rest.values())
+    whole = Span(span.begin_s, span.end_s, {s: scale * t for s, t in rest.items() if t > 0})
+    at = span.begin_s
+    for begin_s, end_s in [*((part.begin_s, part.end_s) for part in told), (span.end_s, 0.0)]:
+        if gap := whole.within(at, begin_s):
+            yield gap
+        at = end_s
