@@ -9,9 +9,11 @@ from collections.abc import Mapping
 
 WORKING = (
     *("training", "training again", "generating", "scoring", "serving"),
-    *("moving weights", "saving", "starting", "other"),
+    *("moving weights", "saving", "other"),
 )
 """States in which a process gets something done."""
+STARTING = "starting"
+"""It is not ready to work yet."""
 WAITING_FOR = (
     *("a batch", "leases", "generators", "the learner", "requests"),
     "the buffer",
@@ -19,7 +21,7 @@ WAITING_FOR = (
 """What a process may wait for."""
 AWAY = "away"
 """The process is not there: not yet, no more, or killed and not back."""
-STATES = (*WORKING, *(f"waiting for {what}" for what in WAITING_FOR), AWAY)
+STATES = (*WORKING, STARTING, *(f"waiting for {what}" for what in WAITING_FOR), AWAY)
 """All states, in the order in which they are shown."""
 COLORS = {
     **dict.fromkeys(("training", "generating", "serving"), "#3d84c6"),
@@ -27,8 +29,8 @@ COLORS = {
     "scoring": "#d2699a",
     "moving weights": "#9a6fc4",
     "saving": "#4fa36c",
-    "starting": "#a9b1ba",
     "other": "#6c7681",
+    STARTING: "#a9b1ba",
     **dict.fromkeys(("waiting for a batch", "waiting for leases"), "#e8912d"),
     "waiting for generators": "#e8912d",
     "waiting for the learner": "#f2bd7e",
@@ -36,8 +38,8 @@ COLORS = {
     "waiting for the buffer": "#d1443c",
     AWAY: "#ffffff",
 }
-"""In pictures and on screens: blue works, orange waits, red waits for a buffer that does not
-answer. A colour is shared where processes of different roles do, or wait, alike."""
+"""In pictures and on screens: blue works, grey starts, orange waits, red waits for a buffer that
+does not answer. A colour is shared where processes of different roles do, or wait, alike."""
 
 _STATE_OF_PHASE = {
     **dict.fromkeys(("prepare", "forward_backward", "optimizer", "other", "log"), "training"),
@@ -45,7 +47,7 @@ _STATE_OF_PHASE = {
     **dict.fromkeys(("commit", "wait_buffer"), "waiting for the buffer"),
     **dict.fromkeys(("snapshot", "drain", "swapping"), "moving weights"),
     **dict.fromkeys(("checkpoint", "export"), "saving"),
-    **dict.fromkeys(("start", "starting"), "starting"),
+    **dict.fromkeys(("start", "starting"), STARTING),
 }
 
 

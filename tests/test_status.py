@@ -18,7 +18,7 @@ from rich.console import Console
 from run_records import write_run
 
 from asyncrl.launch.status_screen import head_lines, member_cells, screen
-from asyncrl.launch.time_table import short, states_text, time_bar
+from asyncrl.launch.time_table import short, states_text, time_bar, work_text
 
 LAUNCHER = [sys.executable, "-m", "asyncrl.launch"]
 VALUES: dict[str, Any] = {
@@ -135,14 +135,21 @@ def test_what_is_waited_for_and_the_oldest_lease_are_on_the_screen() -> None:
 
 def test_where_the_time_goes_is_on_the_screen_of_late_and_over_the_whole_run() -> None:
     text = printed(VALUES, width=160)
-    late, _, whole = text.partition("where the time went in 50:00 min")
+    late, _, whole = text.partition("where the time went, whole run of 50:00 min")
     assert "where the time goes, last 5:00 min" in late
     assert "working 60%, waiting for a batch 40%" in late
     assert "53 training, 7 saving" in late
     assert "working 98%, waiting for leases 1%, for the buffer 1%" in late
-    assert "working 60%, waiting for a batch 40%" in whole
+    assert "working 57%, starting 3%, waiting for a batch 40%" in whole
     young = [row | {"run": row["recent"]} for row in VALUES["time"]]
     assert printed(VALUES | {"time": young}).count("where the time") == 1
+
+
+def test_who_is_starting_is_not_working() -> None:
+    seconds = {"starting": 14.0, "generating": 4.0, "scoring": 0.4, "waiting for leases": 1.6}
+    assert states_text(seconds) == "working 22%, starting 70%, waiting for leases 8%"
+    assert work_text(seconds) == "20 generating, 2 scoring"
+    assert time_bar(seconds, width=10).plain == "██░░░░░░░▒"
 
 
 def test_many_generators_have_one_row_of_their_time() -> None:

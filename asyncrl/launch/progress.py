@@ -139,7 +139,7 @@ def print_summary(console: Console, run_dir: RunDir) -> None:
     console.print(table)
     if facts.shares:
         rows = [asdict(each) for each in facts.shares]
-        title = f"where the time went in {short(facts.clock.total_s)}"
+        title = f"where the time went, whole run of {short(facts.clock.total_s)}"
         console.print(time_table(rows, "seconds", title, width=console.width))
 
 

@@ -9,13 +9,14 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.states import AWAY, COLORS, WORKING, is_waiting, percentages
+from asyncrl.states import AWAY, COLORS, STARTING, WORKING, is_waiting, percentages
 
 SHOWN_GENERATORS = 6
 """With more of them, all generators together have one row."""
 WIDE = 120
 """Columns of a terminal from which on it is told what the work was."""
 Values = dict[str, Any]
+_MARKS = {STARTING: "░", AWAY: "·"}
 
 
 def time_tables(time: Sequence[Values], *, width: int) -> list[Table]:
@@ -24,7 +25,9 @@ def time_tables(time: Sequence[Values], *, width: int) -> list[Table]:
         return []
     recent_s = max(sum(row["recent"].values()) for row in time)
     run_s = max(sum(row["run"].values()) for row in time)
-    whole = time_table(time, "run", f"where the time went in {short(run_s)}", width=width)
+    whole = time_table(
+        time, "run", f"where the time went, whole run of {short(run_s)}", width=width
+    )
     if run_s <= recent_s + 1.0:
         return [whole]
     title = f"where the time goes, last {short(recent_s)}"
@@ -56,19 +59,22 @@ def time_table(time: Sequence[Values], key: str, title: str, *, width: int) -> T
 
 
 def time_bar(seconds: Mapping[str, float], *, width: int) -> Text:
-    """`width` characters in the colours of the states; full ones work, pale ones wait."""
+    """`width` characters in the colours of the states; full ones work, pale ones start
+    or wait."""
     bar = Text()
     for state, count in percentages(seconds, of=width).items():
-        mark = "·" if state == AWAY else "▒" if is_waiting(state) else "█"
+        mark = _MARKS.get(state, "▒" if is_waiting(state) else "█")
         bar.append(mark * count, style="dim" if state == AWAY else COLORS[state])
     return bar
 
 
 def states_text(seconds: Mapping[str, float]) -> str:
-    """As `working 59%, waiting for a batch 40%, for the buffer 1%`; the numbers add up to 100."""
+    """As `working 50%, starting 9%, waiting for a batch 40%, for the buffer 1%`; the numbers add
+    up to 100."""
     shares = percentages(seconds)
     working = sum(share for state, share in shares.items() if state in WORKING)
     parts = [f"working {working}%"] if working else []
+    parts += [f"{STARTING} {shares[STARTING]}%"] if STARTING in shares else []
     waiting = [f"{state} {share}%" for state, share in shares.items() if is_waiting(state)]
     parts += waiting[:1] + [text.removeprefix("waiting ") for text in waiting[1:]]
     return ", ".join([*parts, *([f"{AWAY} {shares[AWAY]}%"] if AWAY in shares else [])])
