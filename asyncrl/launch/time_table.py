@@ -53,8 +53,8 @@ def time_table(time: Sequence[Values], key: str, title: str, *, width: int) -> T
     room = width - bar_width - max((len(name) for name, _ in rows), default=0) - 6
     for name, seconds in rows:
         bar, work = time_bar(seconds, width=bar_width), work_text(seconds) if is_wide else ""
-        states = folded(states_text(seconds), 0.6 * room if is_wide else room)
-        table.add_row(name, bar, states, folded(work, 0.4 * room))
+        states = folded(states_text(seconds), 0.65 * room if is_wide else room)
+        table.add_row(name, bar, states, folded(work, 0.35 * room))
     return table
 
 
