@@ -74,8 +74,7 @@ def test_a_learner_that_dies_costs_no_generation(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [5, 6, 7])
-@pytest.mark.parametrize("on_late", ["wait", "drop", "reissue"])
+@pytest.mark.parametrize(("on_late", "seed"), [("wait", 7), ("drop", 5), ("reissue", 6)])
 def test_any_order_and_what_is_late_keep_the_promises_but_the_batches(
     config: Path, tmp_path: Path, on_late: str, seed: int
 ) -> None:
