@@ -91,11 +91,12 @@ def test_the_row_of_every_process_adds_up_to_the_wall_time_of_the_run(finished: 
     assert list(rows) == ["buffer", "learner", "generator-0"]
     for name, seconds in rows.items():
         assert sum(seconds.values()) == pytest.approx(facts.clock.total_s, rel=0.01), name
-    assert {"serving", "waiting for generators", "waiting for requests"} <= rows["buffer"].keys()
+    assert {"serving", "waiting for requests"} <= rows["buffer"].keys()
     assert {"starting", "training", "saving", "waiting for a batch"} <= rows["learner"].keys()
     assert {"starting", "generating", "waiting for leases"} <= rows["generator-0"].keys()
     waited_s = rows["learner"]["waiting for a batch"]
-    assert rows["buffer"]["waiting for generators"] == pytest.approx(waited_s, abs=0.5)
+    for_generators_s = rows["buffer"].get("waiting for generators", 0.0)
+    assert for_generators_s == pytest.approx(waited_s, abs=0.5)
 
 
 def test_a_run_that_failed_before_its_first_step_has_a_report_of_that(
