@@ -71,6 +71,7 @@ async def _serve(config: Config, run_dir: RunDir, clock: LoopClock) -> int:
         run = Run(config, train=rows.train, val=rows.val, journal=journal, now=time.monotonic())
         for row in earlier_beats(run_dir.path):
             run.watch.history.lives.add(row)
+        await asyncio.wrap_future(run.save(now=time.monotonic()))  # what it was begun with
         server = _listen(run, config.network.buffer, run_dir, clock)
         stopped = _obey_signals(server)
         save_resolved(config, run_dir.config)

@@ -118,6 +118,7 @@ def _learn(
     except Exception as error:
         signals.hold()
         signals.say_goodbye(f"{type(error).__name__}: {error}")
+        signals.hold()  # of several ranks another one may have had the signal first
         if not has_started and isinstance(error, ValueError):
             return _end(2, str(error))
         if isinstance(error, RefusedError):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from asyncrl.end_now import remove_openmp_mark
 from asyncrl.parent import end_with_parent
 
 GROUP_S = 4.0
-"""Time that the rest of a group has to end after its leader; then SIGKILL."""
+"""Time that a resource tracker has to end after its group; then SIGKILL."""
 _STOP_S = 6.0
 """Time to end after SIGTERM; then SIGKILL."""
 
@@ -46,7 +47,7 @@ class Child:
     started_at: float
     exit_code: int | None = None
     ended_at: float | None = None
-    """When its end was first seen; what it left of its group may still end by itself."""
+    """When its end was first seen; resource trackers of its group may still end by themselves."""
     is_seen: bool = False
     """Its end has been told by Children.newly_ended."""
 
@@ -65,11 +66,11 @@ class Child:
             return file.read().decode(errors="replace")
 
     def has_ended(self) -> bool:
-        """Whether it has; then whatever is left of its group has been killed.
+        """Whether it has; then whatever was left of its group has ended, too.
 
-        Others of the group have GROUP_S to end by themselves: Python's resource tracker removes
-        semaphores of a killed process from /dev/shm. The leader is reaped last: until then its
-        number cannot name processes of somebody else.
+        The others of the group are killed at once, but for Python's resource trackers: those remove
+        what the killed have left in /dev/shm, and end by themselves. The leader is reaped last:
+        until then its number cannot name processes of somebody else.
         """
         if self.exit_code is not None:
             return True
@@ -77,8 +78,8 @@ class Child:
             return False
         if self.ended_at is None:
             self.ended_at = time.monotonic()
-            os.killpg(self.pid, signal.SIGTERM)
-        if time.monotonic() - self.ended_at < GROUP_S and _has_others(self.pid):
+            _kill([other for other in _others(self.pid) if not _is_tracker(other)])
+        if time.monotonic() - self.ended_at < GROUP_S and _others(self.pid):
             return False
         os.killpg(self.pid, signal.SIGKILL)
         self.exit_code = self.process.wait()
@@ -148,15 +149,28 @@ class Children:
         self.stop()
 
 
-def _has_others(group: int) -> bool:
-    """Whether a process group has living members besides its leader."""
-    for pid in psutil.pids():
-        try:
-            if pid != group and os.getpgid(pid) == group:
-                return True
-        except ProcessLookupError:
-            continue
+def _others(group: int) -> list[psutil.Process]:
+    """The living members of a process group, besides its leader."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            is_member = process.pid != group and os.getpgid(process.pid) == group
+            if is_member and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any("resource_tracker" in argument for argument in process.cmdline())
     return False
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+            remove_openmp_mark(process.pid)
 
 
 def role_command(role: str, *arguments: str) -> tuple[str, ...]:
