@@ -59,9 +59,6 @@ class Policy(nn.Module):
             check_finite(name, whole)
             yield name, whole
 
-    def shapes(self) -> dict[str, torch.Size]:
-        return {name: parameter.shape for name, parameter in self.masters()}
-
 
 def load_policy(config: Config, ranks: Ranks) -> Policy:
     """Loads model.path in float32 and shards it. Raises ValueError when it cannot be trained."""

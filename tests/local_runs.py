@@ -84,6 +84,15 @@ class Launched:
         found = psutil.Process(self.process.pid).children(recursive=True)
         return [p for p in found if not module or ["-m", module] == _command_line(p)[2:4]]
 
+    def wait_for_another(self, module: str, *, than: Sequence[psutil.Process]) -> None:
+        """Returns once a process of `python -m MODULE` runs that is none of these. TimeoutError
+        when that takes too long."""
+        deadline = time.monotonic() + 30
+        while not {*self.children(module)} - {*than}:
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise TimeoutError(f"no other {module}\n{self.finish(1).logs()}")
+            time.sleep(0.05)
+
     def finish(self, timeout_s: float = 60) -> Finished:
         """Waits for its end; one that has not ended in time is killed."""
         try:
