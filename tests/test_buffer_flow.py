@@ -196,7 +196,7 @@ def test_frames_of_unanswered_requests_are_bounded_and_the_rest_comes_later(
             assert len(begun) == 4
             may_answer.set()
             await asyncio.gather(*calls)
-            assert sorted(begun) == list(range(1, 21))
+            assert set(begun) == set(range(1, 21))  # a client may resend while it connects
 
     play(scenario())
 
