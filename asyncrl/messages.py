@@ -1,7 +1,8 @@
 """Every message that crosses the wire between a program and the buffer.
 
 A program sends a request and gets exactly one reply, matched by the request's number; replies may
-come in any order, so a request that waits (LeaseRequest, Fetch, WatchWeights) holds up no other.
+come in any order, so a request that waits (LeaseRequest, Fetch, WatchWeights, Ready,
+CloseRoster, AwaitStaged) holds up no other.
 The one exception is Started, which is not answered. Any request may be answered by Refused.
 
 | sender    | request       | reply                     |
@@ -14,10 +15,15 @@ The one exception is Started, which is not answered. Any request may be answered
 | generator | Started       | (none)                    |
 | generator | Submit, Failed| Verdict                   |
 | generator | WatchWeights  | Weights                   |
+| generator | Ready         | Seat                      |
+| generator | Staged, Served| Ok                        |
 | learner   | Register      | Registered                |
 | learner   | Fetch         | Batch, Waiting or End     |
 | learner   | Commit        | Committed                 |
 | learner   | Published, Checkpointed | Ok              |
+| learner   | CloseRoster   | Roster                    |
+| learner   | OpenGroup     | Ok                        |
+| learner   | AwaitStaged   | Outcome                   |
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from asyncrl.log_limits import cut
 from asyncrl.types import GroupId, WeightId
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised by any change to a message. Peers of another protocol are refused at Hello."""
 
 Kind = Literal["train", "eval"]
@@ -247,13 +253,73 @@ class WatchWeights(Message):
 
 
 class Weights(Message):
-    """The newest published weights. `location` is empty as long as nothing was published."""
+    """The newest published weights that can be taken; with transport `collective` one frame
+    follows, their manifest (asyncrl/manifest.py)."""
 
     type: Literal["weights"] = "weights"
     inc: Count
     version: Count
-    location: str
+    transport: Literal["none", "disk", "collective"]
+    """none: there is nothing to take now. Either nothing was published, or the learner that has
+    it is not there."""
+    location: str = ""
     """For transport `disk`: the directory that holds them (weights manifest inside)."""
+
+
+class Ready(Message):
+    """This generator wants to be sent the offered weights, or says why it cannot take them.
+    Answered when it has a seat, or after a few seconds with none yet: then it asks again."""
+
+    type: Literal["ready"] = "ready"
+    inc: Count
+    version: Count
+    devices: Annotated[list[Name], Field(max_length=64)] = []
+    """Where each of its receivers (one for each tensor-parallel rank) takes them in: "cpu", or the
+    UUID of a GPU."""
+    error: Text = ""
+    """Not empty: the manifest does not fit its model, and it stays with what it serves."""
+
+
+class Seat(Message):
+    """Where the members of a roster meet (asyncrl/process_groups.py)."""
+
+    type: Literal["seat"] = "seat"
+    roster: Count = 0
+    """Its number; 0: there is no seat yet."""
+    is_over: bool = False
+    """True: these weights are offered no longer. Ask what is newest."""
+    host: Name = ""
+    port: Count = 0
+    backend: Literal["gloo", "nccl"] = "gloo"
+    bucket_bytes: Count = 0
+    """Every broadcast but the last brings so many bytes of the flat buffer (manifest.Layout)."""
+    rank: Count = 0
+    """Of the generator's first receiver; the others follow it."""
+    size: Count = 0
+
+
+class Staged(Message):
+    """A generator has left the group of a roster: with the whole version, verified, or without."""
+
+    type: Literal["staged"] = "staged"
+    inc: Count
+    version: Count
+    roster: Count
+    error: Text = ""
+    """Empty: it has the version."""
+    is_lost: bool = False
+    """True: the group failed under it, by another one's fault as far as it knows."""
+
+
+class Served(Message):
+    """A generator serves these weights from now on."""
+
+    type: Literal["served"] = "served"
+    inc: Count
+    version: Count
+    seconds: Annotated[dict[str, Seconds], Field(max_length=32)]
+    """What each phase took at this generator: rendezvous, transfer, verify (both transports), wait
+    (for an evaluation), pause, load, reset, resume. `stage` is the first three together."""
 
 
 class Register(Message):
@@ -283,7 +349,7 @@ class Record(Message):
     """A record that the buffer made for metrics.jsonl; the learner, its only writer, logs it."""
 
     type: Literal["record"] = "record"
-    name: Literal["eval", "buffer"]
+    name: Literal["eval", "buffer", "weights"]
     step: Count
     values: dict[str, float | int | str]
 
@@ -344,14 +410,83 @@ class Committed(Message):
 
 
 class Published(Message):
-    """Weights can be taken at `location`."""
+    """Weights can be taken: at `location`, or (transport `collective`) from the learner, as often
+    as generators are ready for them; then one frame follows, their manifest."""
 
     type: Literal["published"] = "published"
     inc: Count
     version: Count
-    location: str
+    transport: Literal["disk", "collective"]
+    location: str = ""
+    """For transport `disk`: the directory."""
     digest: Name
     """Hash over all tensors as published: same digest, same weights."""
+
+
+class CloseRoster(Message):
+    """Asks who is to be sent these weights. Answered when everybody who is there is ready, or some
+    are and the others have had their time; after a few seconds with an empty roster."""
+
+    type: Literal["close_roster"] = "close_roster"
+    inc: Count
+    version: Count
+
+
+class RosterMember(Message):
+    """One generator of a roster."""
+
+    type: Literal["roster_member"] = "roster_member"
+    name: Name
+    devices: list[Name]
+    """As in Ready: it has so many seats."""
+
+
+class Roster(Message):
+    """Who takes part in one broadcast. Refusals are said once."""
+
+    type: Literal["roster"] = "roster"
+    roster: Count
+    """Its number; 0: nobody is ready."""
+    is_over: bool = False
+    """True: the buffer does not know this offer (it has restarted): publish it again."""
+    members: list[RosterMember] = []
+    refusals: dict[str, Text] = {}
+    """By generator: why it cannot take these weights, in its own words."""
+
+
+class OpenGroup(Message):
+    """The sender listens: the members of the roster are told where, and come."""
+
+    type: Literal["open_group"] = "open_group"
+    inc: Count
+    version: Count
+    roster: Count
+    host: Name
+    port: Count
+    backend: Literal["gloo", "nccl"]
+    bucket_bytes: Annotated[int, Field(ge=1)]
+
+
+class AwaitStaged(Message):
+    """Asks what became of a roster. Answered when every member has left the group or is dead, or
+    after a few seconds."""
+
+    type: Literal["await_staged"] = "await_staged"
+    inc: Count
+    version: Count
+    roster: Count
+
+
+class Outcome(Message):
+    """What became of a roster so far, by generator."""
+
+    type: Literal["outcome"] = "outcome"
+    staged: list[Name] = []
+    """These have the whole version."""
+    failed: dict[str, Text] = {}
+    """These have not, and why, in their own words."""
+    missing: list[Name] = []
+    """These have said nothing yet."""
 
 
 class Checkpointed(Message):
@@ -389,6 +524,10 @@ AnyMessage = Annotated[
     | Leave
     | WatchWeights
     | Weights
+    | Ready
+    | Seat
+    | Staged
+    | Served
     | Register
     | Registered
     | Fetch
@@ -398,6 +537,11 @@ AnyMessage = Annotated[
     | Commit
     | Committed
     | Published
+    | CloseRoster
+    | Roster
+    | OpenGroup
+    | AwaitStaged
+    | Outcome
     | Checkpointed
     | StatusRequest
     | Status,

@@ -12,14 +12,12 @@ A reader holds a shared lock on the manifest while it copies; `prune` passes ove
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
 import shutil
 import time
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +29,14 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from asyncrl.disk import sync
+from asyncrl.manifest import (
+    TensorSpec,
+    WeightsError,
+    check_names,
+    check_tensor,
+    describe,
+    digest_of,
+)
 from asyncrl.types import WeightId
 
 log = logging.getLogger(__name__)
@@ -38,13 +44,6 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _CHUNK_BYTES = 4 << 20
-
-TensorSpec = tuple[str, tuple[int, ...]]
-"""dtype name without the `torch.` and shape: ("bfloat16", (576, 576))."""
-
-
-class WeightsError(ValueError):
-    """Published weights that are not whole, or not those of the reader's model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def write_version(
     temporary.mkdir()
     try:
         entries = _write_buckets(temporary, tensors, bucket_bytes, max_bytes_per_s)
-        digest = _digest(entries)
+        digest = digest_of({n: _without_file(entry) for n, entry in entries.items()})
         manifest = {
             "format": _FORMAT,
             "inc": weights.inc,
@@ -103,11 +102,6 @@ def write_version(
     return Written(final, digest)
 
 
-def weights_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The digest that `write_version` gives these tensors (host memory), in files of any size."""
-    return _digest({name: _describe(tensor) for name, tensor in named})
-
-
 def read_version(
     location: Path, *, expected: Mapping[str, TensorSpec] | None = None
 ) -> StagedWeights:
@@ -119,12 +113,12 @@ def read_version(
     with _locked_manifest(location) as manifest:
         entries: dict[str, Any] = manifest["tensors"]
         if expected is not None:
-            _check_names(location, entries, expected)
+            check_names(entries, expected, where=str(location))
         tensors: dict[str, torch.Tensor] = {}
         for file in sorted({entry["file"] for entry in entries.values()}):
             tensors.update(_read_bucket(location / file))
         for name, entry in entries.items():
-            _check_tensor(location, name, entry, tensors)
+            check_tensor(name, entry, tensors.get(name), where=f"{location}/{entry['file']}")
         return StagedWeights(WeightId(manifest["inc"], manifest["version"]), tensors)
 
 
@@ -167,22 +161,8 @@ def _write_buckets(
         file = f"{number:05d}.safetensors"
         _write_file(directory / file, save_tensors(bucket), max_bytes_per_s)
         for name, tensor in bucket.items():
-            entries[name] = {"file": file, **_describe(tensor)}
+            entries[name] = {"file": file, **describe(tensor)}
     return entries
-
-
-def _describe(tensor: torch.Tensor) -> dict[str, Any]:
-    return {
-        "dtype": _dtype_name(tensor),
-        "shape": list(tensor.shape),
-        "crc32": _crc32(tensor),
-    }
-
-
-def _digest(entries: Mapping[str, Mapping[str, Any]]) -> str:
-    """Over what the tensors are, not over the files that they lie in."""
-    what = {n: {k: v for k, v in entry.items() if k != "file"} for n, entry in entries.items()}
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
 def _buckets(
@@ -239,41 +219,6 @@ def _locked_manifest(location: Path) -> Iterator[dict[str, Any]]:
         raise WeightsError(f"{location}/{MANIFEST} is damaged: {error}") from None
 
 
-def _check_names(
-    location: Path, entries: Mapping[str, Any], expected: Mapping[str, TensorSpec]
-) -> None:
-    for name, (dtype, shape) in expected.items():
-        entry = entries.get(name)
-        if entry is None:
-            raise WeightsError(f"tensor {name} is missing in {location}")
-        found = (entry["dtype"], tuple(entry["shape"]))
-        if found != (dtype, tuple(shape)):
-            raise WeightsError(
-                f"tensor {name} in {location} is {found[0]}{list(found[1])}, but the model takes "
-                f"{dtype}{list(shape)}"
-            )
-    for name in entries:
-        if name not in expected:
-            raise WeightsError(f"tensor {name} in {location} is not one of the model's")
-
-
-def _check_tensor(
-    location: Path, name: str, entry: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    tensor = tensors.get(name)
-    if tensor is None:
-        raise WeightsError(f"tensor {name} is missing in {location}/{entry['file']}")
-    if (_dtype_name(tensor), list(tensor.shape)) != (entry["dtype"], entry["shape"]):
-        raise WeightsError(
-            f"tensor {name} in {location} does not have its manifest's type or shape"
-        )
-    if _crc32(tensor) != entry["crc32"]:
-        raise WeightsError(f"tensor {name} in {location} is damaged: its checksum does not fit")
-
-
-def _crc32(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _without_file(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The digest is over what a tensor is, not over where it lies."""
+    return {key: value for key, value in entry.items() if key != "file"}

@@ -176,7 +176,11 @@ class Consumer:
         self.version += 1
         self.num_bytes += self._fetched.popleft()
         published = Published(
-            inc=self._inc, version=self.version, location="/w", digest=f"{self.version}"
+            inc=self._inc,
+            version=self.version,
+            transport="disk",
+            location="/w",
+            digest=f"{self.version}",
         )
         self.connection.ask(published)
         if self.version % CHECKPOINT_EVERY == 0:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 
+from asyncrl.journal.tables import WeightsRow
 from asyncrl.messages import (
     Failed,
     LeaseRequest,
@@ -94,8 +95,16 @@ class GeneratorRequests:
             newest = self._run.books.training.newest
             if WeightId(newest.inc, newest.version) <= WeightId(*watch.have):
                 return None
-            return Weights(inc=newest.inc, version=newest.version, location=newest.location)
+            return _weights(newest)
 
         found = await self._changes.until("weights", look)
-        newest = self._run.books.training.newest
-        return found or Weights(inc=newest.inc, version=newest.version, location=newest.location)
+        return found or _weights(self._run.books.training.newest)
+
+
+def _weights(row: WeightsRow) -> Weights:
+    return Weights(
+        inc=row.inc,
+        version=row.version,
+        transport="disk" if row.location else "none",
+        location=row.location,
+    )

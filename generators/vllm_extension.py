@@ -28,7 +28,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from asyncrl.weights_dir import TensorSpec, read_version
+from asyncrl.manifest import TensorSpec
+from asyncrl.weights_dir import read_version
 from generators.engine import GENERATOR_PID
 
 

@@ -130,7 +130,7 @@ class WeightsIn:
         packet = await self._client.call(watch, deadline_s=self._buffer_timeout_s)
         found = WeightId(packet.message.inc, packet.message.version)
         location: str = packet.message.location
-        if location and found > have:
+        if packet.message.transport == "disk" and found > have:
             return found, location
         await asyncio.sleep(IDLE_S)
         return None

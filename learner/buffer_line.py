@@ -130,7 +130,11 @@ class BufferLine:
         """Says that weights lie at `location`; the buffer passes it on to the generators."""
         self._tell(
             Published(
-                inc=weights.inc, version=weights.version, location=str(location), digest=digest
+                inc=weights.inc,
+                version=weights.version,
+                transport="disk",
+                location=str(location),
+                digest=digest,
             )
         )
 

@@ -11,9 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from asyncrl.journal.recorded import RecordedRun
+from asyncrl.manifest import weights_digest
 from asyncrl.messages import Batch, End, Heartbeat, Record, Registered
 from asyncrl.types import WeightId
-from asyncrl.weights_dir import weights_digest
 from asyncrl.wire import Packet
 from learner.buffer_line import failed_end, share
 from learner.policy import Policy

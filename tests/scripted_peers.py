@@ -262,7 +262,13 @@ class Learner(Peer):
 
     async def publish(self, version: int) -> None:
         await self.ask(
-            Published(inc=self.inc, version=version, location=f"/w/{version}", digest=f"{version}")
+            Published(
+                inc=self.inc,
+                version=version,
+                transport="disk",
+                location=f"/w/{version}",
+                digest=f"{version}",
+            )
         )
 
     async def train(self, *, stop_at: int | None = None) -> End | None:

@@ -105,7 +105,8 @@ class SmallBuffer:
             case WatchWeights():
                 await self._wait(lambda: self.published[0] > WeightId(*message.have))
                 (inc, version), location = self.published
-                return Weights(inc=inc, version=version, location=location)
+                transport: Any = "disk" if location else "none"
+                return Weights(inc=inc, version=version, transport=transport, location=location)
         raise AssertionError(f"a generator sent {message!r}")
 
     async def _lease(self, request: LeaseRequest) -> Leases:

@@ -86,7 +86,9 @@ def test_a_second_digest_of_a_version_counts_as_a_fork_also_after_a_restart(
                 learner = here.learner(name)
                 await learner.register()
                 for _ in range(2):  # sent twice
-                    message = Published(inc=learner.inc, version=0, location="/w", digest=digest)
+                    message = Published(
+                        inc=learner.inc, version=0, transport="disk", location="/w", digest=digest
+                    )
                     await learner.ask(message)
             assert status_values(here.run, now=0.0)["forks"] == 1
 

@@ -382,7 +382,9 @@ def test_a_second_digest_of_a_version_is_told_as_a_fork(
             learner = here.learner()
             for digest in ("one", "two"):
                 await learner.register()
-                message = Published(inc=learner.inc, version=0, location="/w", digest=digest)
+                message = Published(
+                    inc=learner.inc, version=0, transport="disk", location="/w", digest=digest
+                )
                 await learner.ask(message)
                 learner = here.learner("learner-1")
 

@@ -269,19 +269,38 @@ class Learner(Section):
 class WeightsSection(Section):
     """How new weights reach the generators."""
 
-    transport: Literal["disk"] = "disk"
-    """disk: versioned safetensors directories, in shared memory on one machine."""
+    transport: Literal["auto", "collective", "disk"] = "auto"
+    """collective: broadcast by NCCL or gloo from the learner to the generators, in memory. disk:
+    versioned safetensors directories, in shared memory on one machine. auto: collective; disk for
+    the scripted engine, which reads no weights."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Of the collective transport. auto: nccl for GPUs of which none is shared and each generator
+    has one, gloo for all else."""
+    host: str | None = None
+    """Address of the learner's machine at which generators reach it (collective). null: that of
+    the interface which leads to the buffer; behind a tunnel it has to be said."""
+    staging: Literal["host", "device", "none"] = "host"
+    """Where a generator keeps a version until all of it is there and verified: host memory; the
+    engine's device (a swap is faster, and takes the memory of a second model there); none: the
+    engine stands still for the whole transfer, and ends if it fails."""
+    kv_in_flight: Literal["keep", "recompute"] = "keep"
+    """What becomes of the KV cache of requests in flight at a swap. keep: they go on with what
+    older weights computed; recompute: it is computed anew, as by the new weights alone."""
     dir: str | None = None
     """Directory in which each run makes one of its own for its versions, seen by learner and
-    generators. null: /dev/shm, or the run directory where there is none."""
+    generators (disk). null: /dev/shm, or the run directory where there is none."""
     keep: Annotated[int, Field(ge=2)] = 2
-    """Newest versions that stay in the directory."""
+    """Newest versions that stay in the directory (disk)."""
     bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 64 << 20
-    """Size of one file of a version."""
+    """Bytes of one broadcast, or of one file of a version."""
     max_bytes_per_s: PositiveInt | None = None
     """Upper bound on the speed of publishing, to spare a shared disk or link. null: none."""
     timeout_s: PositiveFloat = 120.0
-    """A generator gives up on a transfer after this long, and takes the next version."""
+    """A transfer that takes longer than this is given up, on both sides; the next one has the
+    version that is then the newest."""
+    stall_timeout_s: PositiveFloat = 10.0
+    """A broadcast in which no bucket arrives for so long is given up, and made again without the
+    generators that caused it (collective)."""
     publish_every: PositiveInt = 1
     """Versions from one publication to the next; at most max_staleness + 1."""
 
@@ -434,6 +453,11 @@ class Config(Section):
     """Addresses."""
     local: Local = Local()
     """Placement by `asyncrl-launch local`."""
+
+    @property
+    def transport(self) -> Literal["collective", "disk"]:
+        """What weights.transport comes to."""
+        return "collective" if self.weights.transport == "collective" else "disk"
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Config:
