@@ -94,9 +94,15 @@ class Changes:
         if last is not None:
             await last.wait()
 
-    async def until(self, wanted: Wanted, look: Callable[[float], Found | None]) -> Found | None:
-        """What `look` finds, tried after each change that concerns `wanted`; None after
-        max_wait_s."""
+    async def until(
+        self,
+        wanted: Wanted,
+        look: Callable[[float], Found | None],
+        *,
+        every_s: float = float("inf"),
+    ) -> Found | None:
+        """What `look` finds, tried after each change that concerns `wanted`, and `every_s`; None
+        after max_wait_s."""
         ends = time.monotonic() + self._max_wait_s
         while True:
             changed = self._changed[wanted]
@@ -104,7 +110,7 @@ class Changes:
             left = ends - time.monotonic()
             if found is not None or left <= 0:
                 return found
-            await wait_for(changed, left)
+            await wait_for(changed, min(left, every_s))
 
     def _follow_up(self) -> None:
         self._is_followed_up = True

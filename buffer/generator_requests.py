@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Mapping
 
-from asyncrl.journal.tables import WeightsRow
 from asyncrl.messages import (
     Failed,
     LeaseRequest,
@@ -14,10 +13,8 @@ from asyncrl.messages import (
     Message,
     Started,
     Submit,
-    WatchWeights,
-    Weights,
 )
-from asyncrl.types import GroupId, WeightId
+from asyncrl.types import GroupId
 from asyncrl.wire import Packet
 from buffer.changes import Changes, Handler
 from buffer.members import Member
@@ -37,7 +34,6 @@ class GeneratorRequests:
             Started: self._started,
             Submit: self._submit,
             Failed: self._failed,
-            WatchWeights: self._watch_weights,
         }
 
     async def _lease(self, member: Member, packet: Packet, request: LeaseRequest) -> Leases:
@@ -89,22 +85,3 @@ class GeneratorRequests:
         log.log(level, "%s: group %s failed: %s", member.name, message.group, message.reason)
         await self._changes.save()
         return verdict
-
-    async def _watch_weights(self, member: Member, packet: Packet, watch: WatchWeights) -> Message:
-        def look(now: float) -> Weights | None:
-            newest = self._run.books.training.newest
-            if WeightId(newest.inc, newest.version) <= WeightId(*watch.have):
-                return None
-            return _weights(newest)
-
-        found = await self._changes.until("weights", look)
-        return found or _weights(self._run.books.training.newest)
-
-
-def _weights(row: WeightsRow) -> Weights:
-    return Weights(
-        inc=row.inc,
-        version=row.version,
-        transport="disk" if row.location else "none",
-        location=row.location,
-    )

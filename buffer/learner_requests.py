@@ -18,7 +18,6 @@ from asyncrl.messages import (
     Fetch,
     Message,
     Ok,
-    Published,
     Record,
     Refused,
     Register,
@@ -50,7 +49,6 @@ class LearnerRequests:
             Register: self._register,
             Fetch: self._fetch,
             Commit: self._commit,
-            Published: self._published,
             Checkpointed: self._checkpointed,
         }
 
@@ -154,11 +152,6 @@ class LearnerRequests:
             stop=end is not None and end.stopped,
             checkpoint=self._run.books.room.wants_checkpoint(),
         )
-
-    async def _published(self, member: Member, packet: Packet, message: Published) -> Message:
-        refused = self._run.books.training.published(message)
-        await self._changes.save()
-        return refused or Ok()
 
     async def _checkpointed(self, member: Member, packet: Packet, message: Checkpointed) -> Message:
         refused = self._run.books.training.checkpointed(message)

@@ -28,6 +28,7 @@ from buffer.groups import Group, State
 from buffer.members import Member
 from buffer.room import AnyJournal
 from buffer.submissions import Submissions
+from buffer.transfers import Transfers
 from buffer.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Run:
         self.books = Books(config, train=train, val=val, journal=journal, now=now)
         self.watch = Watch(config, self.books, now=now)
         self.members = self.watch.members
+        self.transfers = Transfers(self.members)
         self.generation = Generation(config, self.books, self.watch)
         self.submissions = Submissions(config, self.books, self.watch)
         self.ending = Ending(config, self.books, self.members, now=now)
@@ -91,6 +93,7 @@ class Run:
         refused = self.books.training.register(message, member=member.name)
         if refused is None:
             self.members.replace(before, member, now=now)
+            self.transfers.withdraw()
             self.watch.watchdog.got_on(now=now)
             self.watch.waiting.moved(now=now)
             self._note_trained(committed, now=now)

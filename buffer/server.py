@@ -32,6 +32,7 @@ from buffer.loop_clock import LoopClock
 from buffer.member_requests import Joining, MemberRequests
 from buffer.run import Run
 from buffer.status import status_values
+from buffer.weights_requests import WeightsRequests
 
 FLUSH_S = 0.3
 """How long the buffer stays when everybody has been told: replies are on their way."""
@@ -78,9 +79,13 @@ class BufferServer:
         self._saving: asyncio.Task[None] | None = None
         self._transport = transport.Server(address, self._handle)
         self.address = self._transport.address
+        weights = WeightsRequests(run, self._changes)
         self._handlers: dict[str, Mapping[type[Message], Handler]] = {
-            "generator": GeneratorRequests(run, self._changes).handlers,
-            "learner": LearnerRequests(run, self._changes).handlers,
+            "generator": {
+                **GeneratorRequests(run, self._changes).handlers,
+                **weights.of_generators,
+            },
+            "learner": {**LearnerRequests(run, self._changes).handlers, **weights.of_learner},
             "monitor": {},
         }
         self._of_any_member: Mapping[type[Message], Handler] = MemberRequests(

@@ -1,0 +1,240 @@
+"""Offers and rosters: who is sent which weights by the collective transport.
+
+The learner offers one version, the newest. Generators that lack it say that they are ready; those
+that are ready when the learner asks are the roster of one broadcast, in a group of its own. Whoever
+comes later is in the next roster, and a generator that broke a broadcast, by its silence or by an
+error of its own, is sent weights alone until that went well. Nothing here is kept on disk: a
+learner offers anew to a buffer that has restarted. Time is passed in, in seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from asyncrl.messages import OpenGroup, Outcome, Ready, Roster, RosterMember, Seat, Staged
+from asyncrl.types import WeightId
+from asyncrl.wire import Frame
+from buffer.members import Member, Members
+
+log = logging.getLogger(__name__)
+
+JOIN_WINDOW_S = 0.5
+"""A broadcast waits for so long after the first generator is ready for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Weights that the learner sends to whoever is ready for them."""
+
+    weights: WeightId
+    manifest: Frame
+
+
+@dataclass(slots=True)
+class _Candidate:
+    devices: list[str]
+    since: float
+
+
+@dataclass(slots=True)
+class _Broadcast:
+    """One roster, from its closing until the next one is closed."""
+
+    number: int
+    weights: WeightId
+    members: dict[str, list[str]]
+    """Devices by generator, in the order of their ranks."""
+    place: OpenGroup | None = None
+    staged: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def has_reported(self, name: str) -> bool:
+        return name in self.staged or name in self.failed
+
+    def unreported(self) -> list[str]:
+        return [name for name in self.members if not self.has_reported(name)]
+
+    def seat(self, name: str) -> Seat | None:
+        """None before the sender listens."""
+        if self.place is None:
+            return None
+        names = list(self.members)
+        before = names[: names.index(name)]
+        return Seat(
+            roster=self.number,
+            host=self.place.host,
+            port=self.place.port,
+            backend=self.place.backend,
+            bucket_bytes=self.place.bucket_bytes,
+            rank=1 + sum(len(self.members[other]) for other in before),
+            size=1 + sum(map(len, self.members.values())),
+        )
+
+
+class Transfers:
+    """The offer, who is ready for it, and the broadcast under way."""
+
+    def __init__(self, members: Members) -> None:
+        self.offer: Offer | None = None
+        self._members = members
+        self._followers: set[str] = set()
+        """Generators that have asked for weights: they are waited for."""
+        self._ready: dict[str, _Candidate] = {}
+        self._refusals: dict[str, str] = {}
+        """By generator, of this offer."""
+        self._untold: dict[str, str] = {}
+        """Refusals that the learner has not heard."""
+        self._has: dict[str, WeightId] = {}
+        """The newest that each generator has staged."""
+        self._suspects: set[str] = set()
+        self._broadcast: _Broadcast | None = None
+        self._last_number = 0
+        self._last_asked: tuple[int, Roster] | None = None
+        """The learner's last request that closed a roster, and the answer: it may be sent again."""
+
+    def publish(self, weights: WeightId, manifest: Frame) -> None:
+        """From now on these are offered; whoever was ready for others is not any more."""
+        if self.offer is None or self.offer.weights != weights:
+            self._forget_answers()
+        self.offer = Offer(weights, manifest)
+
+    def withdraw(self) -> None:
+        """The learner that offers is not the current one any more."""
+        self.offer = self._broadcast = None
+        self._forget_answers()
+
+    def newer(self, member: Member, have: WeightId) -> Offer | None:
+        """The offer, if it is newer than what this generator has."""
+        self._followers.add(member.name)
+        is_newer = self.offer is not None and self.offer.weights > have
+        return self.offer if is_newer and self._is_sender_there() else None
+
+    def ready(self, member: Member, message: Ready, *, now: float) -> None:
+        """It wants the offered weights, or refuses them."""
+        if self.offer is None or self.offer.weights != WeightId(message.inc, message.version):
+            return
+        name = member.name
+        if message.error:
+            self._refusals[name] = self._untold[name] = message.error
+        elif name not in self._ready and not self._sits(name):
+            self._ready[name] = _Candidate(message.devices or ["cpu"], now)
+
+    def seat(self, member: Member, weights: WeightId) -> Seat | None:
+        """Where it meets the others; None: not yet."""
+        broadcast, name = self._broadcast, member.name
+        if broadcast is not None and broadcast.weights == weights and self._sits(name):
+            return broadcast.seat(name)
+        is_offered = self.offer is not None and self.offer.weights == weights
+        is_offered = is_offered and self._is_sender_there()
+        return Seat(is_over=True) if not is_offered or name in self._refusals else None
+
+    def close_roster(self, weights: WeightId, *, request: int, now: float) -> Roster | None:
+        """Who is sent `weights` now; None: nobody yet. `request` is the number of the learner's
+        request: the same one gets the same roster."""
+        if self._last_asked is not None and request == self._last_asked[0]:
+            return self._last_asked[1]
+        if self.offer is None or self.offer.weights != weights:
+            return Roster(roster=0, is_over=True)
+        self._retire()
+        names = self._choose(now)
+        refusals, self._untold = self._untold, {}
+        if not names and not refusals:
+            return None
+        roster = Roster(roster=0, refusals=refusals)
+        if names:
+            roster = self._begin(weights, names, refusals)
+        self._last_asked = (request, roster)
+        return roster
+
+    def open(self, message: OpenGroup) -> bool:
+        """The sender listens; False when this roster is not the current one."""
+        if self._broadcast is None or self._broadcast.number != message.roster:
+            return False
+        self._broadcast.place = message
+        return True
+
+    def staged(self, member: Member, message: Staged) -> None:
+        """It has left the group, with or without the whole version."""
+        weights, broadcast, name = self._weights(message), self._broadcast, member.name
+        if not message.error:
+            self._has[name] = max(weights, self._has.get(name, weights))
+            self._suspects.discard(name)
+        elif not message.is_lost:
+            self._suspects.add(name)
+        if broadcast is None or broadcast.number != message.roster or not self._sits(name):
+            return
+        if message.error:
+            broadcast.failed[name] = message.error
+        else:
+            broadcast.staged.append(name)
+
+    def outcome(self, roster: int) -> tuple[Outcome, bool]:
+        """What became of it so far, and whether that is all that will be heard."""
+        broadcast = self._broadcast
+        if broadcast is None or broadcast.number != roster:
+            return Outcome(), True
+        missing = broadcast.unreported()
+        outcome = Outcome(staged=broadcast.staged, failed=broadcast.failed, missing=missing)
+        return outcome, not any(self._is_alive(name) for name in missing)
+
+    def _forget_answers(self) -> None:
+        self._ready, self._refusals, self._untold = {}, {}, {}
+        self._last_asked = None
+
+    def _begin(self, weights: WeightId, names: list[str], refusals: dict[str, str]) -> Roster:
+        self._last_number += 1
+        taken = {name: self._ready.pop(name).devices for name in names}
+        self._broadcast = _Broadcast(self._last_number, weights, taken)
+        members = [RosterMember(name=name, devices=devices) for name, devices in taken.items()]
+        return Roster(roster=self._last_number, members=members, refusals=refusals)
+
+    def _choose(self, now: float) -> list[str]:
+        """Nobody, as long as others are worth waiting for."""
+        self._ready = {n: c for n, c in self._ready.items() if self._is_alive(n)}
+        trusted = [name for name in self._ready if name not in self._suspects]
+        if not trusted:
+            return list(self._ready)[:1]
+        first = min(self._ready[name].since for name in trusted)
+        return trusted if now - first >= JOIN_WINDOW_S or not self._late() else []
+
+    def _late(self) -> list[str]:
+        """Those who lack the offer and have yet to say that they are ready."""
+        assert self.offer is not None
+        return [
+            m.name
+            for m in self._members.alive()
+            if m.name in self._followers
+            and max(m.serving, self._has.get(m.name, m.serving)) < self.offer.weights
+            and not {m.name} & (self._ready.keys() | self._refusals.keys() | self._suspects)
+        ]
+
+    def _retire(self) -> None:
+        """The learner goes on without those of the last roster that it has not heard from. Where
+        it never came to listen, they are ready as before."""
+        broadcast, self._broadcast = self._broadcast, None
+        if broadcast is None:
+            return
+        for name in broadcast.unreported():
+            if broadcast.place is not None:
+                self._suspects.add(name)
+            elif self.offer is not None and self.offer.weights == broadcast.weights:
+                self._ready[name] = _Candidate(broadcast.members[name], float("-inf"))
+        self._suspects = {name for name in self._suspects if name in self._members.by_name}
+
+    def _sits(self, name: str) -> bool:
+        """It has a place in the broadcast under way, and has not left it."""
+        broadcast = self._broadcast
+        return (
+            broadcast is not None and name in broadcast.members and not broadcast.has_reported(name)
+        )
+
+    def _is_sender_there(self) -> bool:
+        return any(learner.alive for learner in self._members.learners())
+
+    def _is_alive(self, name: str) -> bool:
+        return any(member.alive for member in self._members.named(name))
+
+    @staticmethod
+    def _weights(message: Staged) -> WeightId:
+        return WeightId(message.inc, message.version)
