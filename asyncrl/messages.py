@@ -469,12 +469,13 @@ class OpenGroup(Message):
 
 class AwaitStaged(Message):
     """Asks what became of a roster. Answered when every member has left the group or is dead, or
-    after a few seconds."""
+    after `wait_s`, a few seconds at most."""
 
     type: Literal["await_staged"] = "await_staged"
     inc: Count
     version: Count
     roster: Count
+    wait_s: Seconds
 
 
 class Outcome(Message):

@@ -12,7 +12,6 @@ from asyncrl.messages import (
     Message,
     Ok,
     OpenGroup,
-    Outcome,
     Published,
     Ready,
     Refused,
@@ -117,11 +116,12 @@ class WeightsRequests:
         return refused or Ok()
 
     async def _await_staged(self, member: Member, packet: Packet, message: AwaitStaged) -> Message:
+        ends = time.monotonic() + message.wait_s
+
         def look(now: float) -> Message | None:
             refused = self._run.books.training.fenced(message.inc)
             outcome, is_complete = self._transfers.outcome(message.roster)
-            return refused or (outcome if is_complete else None)
+            return refused or (outcome if is_complete or now >= ends else None)
 
         found = await self._changes.until("weights", look, every_s=LOOK_S)
-        outcome: Outcome = self._transfers.outcome(message.roster)[0]
-        return found or outcome
+        return found or self._transfers.outcome(message.roster)[0]

@@ -32,8 +32,10 @@ from learner.joining import Connection, join, leave
 from learner.signals import EndOnSignals
 
 if TYPE_CHECKING:
+    from learner.buffer_line import BufferLine
     from learner.ranks import Ranks
     from learner.sides import Line, Outlet
+    from learner.weights_out import Sender
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,14 +74,20 @@ def live_sides(
     from learner.weights_out import Publisher
 
     line = BufferLine(connection, ranks=ranks, patience_s=config.network.buffer_timeout_s)
-    publisher = Publisher(
-        config.weights,
-        run_dir.weights(config),
-        dtype=DTYPES[config.model.dtype],
-        is_lead=ranks.is_lead,
-        announce=line.announce,
-    )
-    return line, publisher
+    sender = _make_sender(config, run_dir, line, ranks) if ranks.is_lead else None
+    return line, Publisher(config.weights, sender, dtype=DTYPES[config.model.dtype])
+
+
+def _make_sender(config: Config, run_dir: RunDir, line: BufferLine, ranks: Ranks) -> Sender:
+    """The lead's, of the transport that the configuration says."""
+    from asyncrl.process_groups import host_towards
+    from learner.collective_sender import CollectiveSender
+    from learner.disk_sender import DiskSender
+
+    if config.transport == "disk":
+        return DiskSender(config.weights, run_dir.weights(config), announce=line.announce)
+    host = config.weights.host or host_towards(line.address)
+    return CollectiveSender(config.weights, host=host, device=ranks.device, buffer=line)
 
 
 def replay_sides(

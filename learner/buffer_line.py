@@ -32,7 +32,7 @@ from asyncrl.messages import (
 )
 from asyncrl.thread_client import ThreadClient
 from asyncrl.types import WeightId
-from asyncrl.wire import Packet, decode, encode, view
+from asyncrl.wire import Frame, Packet, decode, encode, view
 from learner.joining import Connection, leave
 from learner.ranks import Ranks
 
@@ -63,6 +63,8 @@ class BufferLine:
         self._is_asked = threading.Event()
         """A Waiting has asked for a checkpoint since the buffer heard of the last one."""
         self._is_closed = False
+        self.address = connection.client.address if connection else ""
+        """Of the buffer, on the lead."""
         self._end: Future[None] = Future()
         """Done as soon as the buffer has said End, even if the loop has yet to read it."""
 
@@ -121,14 +123,14 @@ class BufferLine:
         """Says that the weights are now `version`; whether the buffer asks for a checkpoint of it,
         the same on all ranks. When the buffer answers that the run is being stopped, a batch that
         was fetched ahead is given up for the End."""
-        packet = self._tell(Commit(inc=self._inc, version=version, metrics=metrics))
+        packet = self.tell(Commit(inc=self._inc, version=version, metrics=metrics))
         self._is_stopping = packet is not None and packet.message.stop
         is_asked = packet is not None and packet.message.checkpoint
         return bool(self._ranks.broadcast([b"checkpoint"] if is_asked else []))
 
     def announce(self, weights: WeightId, location: Path, digest: str) -> None:
         """Says that weights lie at `location`; the buffer passes it on to the generators."""
-        self._tell(
+        self.tell(
             Published(
                 inc=weights.inc,
                 version=weights.version,
@@ -140,7 +142,7 @@ class BufferLine:
 
     def checkpointed(self, versions: list[int]) -> None:
         """Says which checkpoints there are. What was asked before the answer is met by them."""
-        self._tell(Checkpointed(inc=self._inc, versions=versions))
+        self.tell(Checkpointed(inc=self._inc, versions=versions))
         self._is_asked.clear()
 
     def close(self, reason: str) -> None:
@@ -153,12 +155,17 @@ class BufferLine:
         leave(self._client, reason, is_done=True)
         self._client.close()
 
-    def _tell(self, message: Message) -> Packet | None:
+    def ask(self, message: Message) -> Future[Packet]:
+        """Sends a request on the lead; the answer comes later."""
+        assert self._client is not None
+        return self._client.call_soon(message, deadline_s=self._patience_s)
+
+    def tell(self, message: Message, frames: tuple[Frame, ...] = ()) -> Packet | None:
         """Sends and waits for the answer; once the run has ended, only for as long as a farewell
         is worth: the buffer may have left (None)."""
         if self._client is None:
             return None
-        reply = self._client.call_soon(message, deadline_s=self._patience_s)
+        reply = self._client.call_soon(message, frames=frames, deadline_s=self._patience_s)
         either: list[Future[Any]] = [reply, self._end]
         wait(either, return_when=FIRST_COMPLETED)
         if not reply.done():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import Config
 from asyncrl.config.schema import Model
+from learner.gather import copy_whole, local_part
 from learner.logprobs import token_logprobs
 from learner.ranks import Ranks
 
@@ -51,13 +53,30 @@ class Policy(nn.Module):
     def gather(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters by name, one at a time, cast to `dtype`, on every rank's device.
 
-        A collective: every rank must walk it to its end. RuntimeError for a weight that is not
-        finite.
+        A collective: every rank must walk it to its end.
         """
         for name, parameter in self.masters():
-            whole = gather_tensor(parameter.detach().to(dtype))
-            check_finite(name, whole)
-            yield name, whole
+            yield name, gather_tensor(parameter.detach().to(dtype))
+
+    def copy_into(self, targets: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Copies all parameters, cast to `dtype`, into the lead's contiguous `targets` of the same
+        names and shapes, on any device; those of other ranks are not looked at. A collective."""
+        parameters = dict(self.masters())
+        copy_whole(parameters, targets, dtype=dtype, rank=self.ranks.rank, size=self.ranks.size)
+
+    def check_finite(self) -> None:
+        """RuntimeError that names the first parameter with NaN or infinity in it. A collective.
+
+        Called before a version exists: what it finds is neither committed, published nor saved.
+        """
+        shards = {name: local_part(parameter) for name, parameter in self.masters()}
+        broken = torch.zeros(len(shards), dtype=torch.int32)
+        if not math.isfinite(float(nn.utils.get_total_norm(list(shards.values())))):
+            broken = torch.tensor([int(not _is_finite(shard)) for shard in shards.values()])
+        broken = self.ranks.maximum(broken)
+        for name, is_broken in zip(shards, broken.tolist(), strict=True):
+            if is_broken:
+                raise _not_finite(name)
 
 
 def load_policy(config: Config, ranks: Ranks) -> Policy:
@@ -81,8 +100,8 @@ def gather_tensor(tensor: Tensor) -> Tensor:
 
 def check_finite(name: str, whole: Tensor) -> None:
     """RuntimeError when a tensor has NaN or infinity in it: it must not leave the process."""
-    if not torch.isfinite(whole.sum(dtype=torch.float32)) and not torch.isfinite(whole).all():
-        raise RuntimeError(f"tensor {name} is not finite: it is neither published nor saved")
+    if not _is_finite(whole):
+        raise _not_finite(name)
 
 
 def fill(target: Tensor, whole: Tensor) -> None:
@@ -101,6 +120,15 @@ def check_tied(policy: Policy) -> None:
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     if getattr(model.config, "tie_word_embeddings", False) and not tied:
         raise RuntimeError("input and output embeddings are tied in the model, but not any more")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Also as bfloat16, which rounds the largest numbers of float32 to infinity."""
+    return bool(torch.isfinite(tensor.to(torch.bfloat16)).all())
+
+
+def _not_finite(name: str) -> RuntimeError:
+    return RuntimeError(f"tensor {name} is not finite: it is neither published nor saved")
 
 
 def _load_model(config: Model, device: torch.device) -> Any:

@@ -58,6 +58,13 @@ class Ranks:
         dist.all_gather(everyone, padded)
         return torch.cat([part[:, :n] for part, n in zip(everyone, lengths, strict=True)], dim=1)
 
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' numbers, place by place; on the host, int32."""
+        values = values.to("cpu", torch.int32)
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
 
 def start_ranks() -> Ranks:
     """Joins the process group, made by torch.distributed.run's environment or of this process only.

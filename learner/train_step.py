@@ -24,7 +24,10 @@ def train_step(
     *,
     clock: PhaseClock | None = None,
 ) -> dict[str, float]:
-    """Trains one batch; every rank calls it with the same groups and gets the same metrics."""
+    """Trains one batch; every rank calls it with the same groups and gets the same metrics.
+
+    RuntimeError when a parameter is not finite afterwards.
+    """
     clock = clock or PhaseClock("other")
     clock.enter("prepare")
     rewards = [group.rewards for group in groups]
@@ -41,6 +44,7 @@ def train_step(
 
     clock.enter("optimizer")
     result = optimizer.step(loss=metrics.get("loss", 0.0))
+    policy.check_finite()
     clock.enter("other")
     return {
         **{f"train/{name}": value for name, value in metrics.items()},

@@ -15,6 +15,7 @@ from learner_cases import make_config, save_model
 from asyncrl.config.schema import WeightsSection
 from asyncrl.types import WeightId
 from asyncrl.weights_dir import list_versions, read_version
+from learner.disk_sender import DiskSender
 from learner.policy import Policy, load_policy
 from learner.ranks import start_ranks
 from learner.weights_out import Publisher
@@ -53,16 +54,14 @@ def announced() -> Announced:
 
 @pytest.fixture
 def publisher(tmp_path: Path, announced: Announced) -> Iterator[Publisher]:
-    publisher = Publisher(
-        WeightsSection(keep=2),
-        tmp_path / "weights",
-        dtype=torch.bfloat16,
-        is_lead=True,
-        announce=announced,
-    )
+    publisher = make_publisher(WeightsSection(keep=2), tmp_path / "weights", announced)
     yield publisher
     announced.gate.set()
     publisher.close(drain_s=10)
+
+
+def make_publisher(config: WeightsSection, root: Path, announced: Announced) -> Publisher:
+    return Publisher(config, DiskSender(config, root, announce=announced), dtype=torch.bfloat16)
 
 
 def add_one(policy: Policy) -> None:
@@ -91,7 +90,7 @@ def test_the_latest_wins_and_the_newest_arrives_while_training_goes_on(
 ) -> None:
     announced.gate.clear()
     publisher.snapshot(policy, WeightId(1, 1))
-    wait_until(lambda: publisher._sending is not None)
+    wait_until(lambda: publisher._current is not None)
     started = time.monotonic()
     for version in range(2, 8):
         add_one(policy)
@@ -109,16 +108,11 @@ def test_a_snapshot_being_sent_is_not_overwritten(
     policy: Policy, publisher: Publisher, announced: Announced, tmp_path: Path
 ) -> None:
     root = tmp_path / "slow"
-    slow = Publisher(
-        WeightsSection(bucket_bytes=1 << 16, max_bytes_per_s=100_000),
-        root,
-        dtype=torch.bfloat16,
-        is_lead=True,
-        announce=announced,
-    )
+    config = WeightsSection(bucket_bytes=1 << 16, max_bytes_per_s=100_000)
+    slow = make_publisher(config, root, announced)
     expected = {name: tensor.clone() for name, tensor in policy.gather(torch.bfloat16)}
     slow.snapshot(policy, WeightId(1, 1))
-    wait_until(lambda: slow._sending is not None)
+    wait_until(lambda: slow._current is not None)
     for version in range(2, 5):
         add_one(policy)
         slow.snapshot(policy, WeightId(1, version))

@@ -60,7 +60,7 @@ EXAMPLES: list[m.Message] = [
     m.CloseRoster(inc=1, version=2),
     m.Roster(roster=1, members=[m.RosterMember(name="g", devices=["cpu"])], refusals={"h": "no"}),
     m.OpenGroup(inc=1, version=2, roster=1, host="::1", port=1, backend="gloo", bucket_bytes=9),
-    m.AwaitStaged(inc=1, version=2, roster=1),
+    m.AwaitStaged(inc=1, version=2, roster=1, wait_s=1.5),
     m.Outcome(staged=["g"], failed={"h": "lost"}, missing=["i"]),
     m.Register(checkpoint_version=4, config_digest="d"),
     m.Registered(inc=1, committed=0),

@@ -271,8 +271,8 @@ class WeightsSection(Section):
 
     transport: Literal["auto", "collective", "disk"] = "auto"
     """collective: broadcast by NCCL or gloo from the learner to the generators, in memory. disk:
-    versioned safetensors directories, in shared memory on one machine. auto: collective; disk for
-    the scripted engine, which reads no weights."""
+    versioned safetensors directories, in shared memory on one machine. auto: disk where weights.dir
+    is set, and for the scripted engine, which reads no weights; collective otherwise."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Of the collective transport. auto: nccl for GPUs of which none is shared and each generator
     has one, gloo for all else."""

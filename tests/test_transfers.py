@@ -1,0 +1,199 @@
+"""Rosters: who is sent which weights, whatever generators do."""
+
+from __future__ import annotations
+
+from asyncrl.messages import Hello, OpenGroup, Ready, Roster, Staged
+from asyncrl.types import WeightId
+from buffer.members import Member, Members
+from buffer.transfers import JOIN_WINDOW_S, Transfers
+
+V1, V2 = WeightId(1, 1), WeightId(1, 2)
+
+
+class Scene:
+    """A learner, generators, and the requests that they make."""
+
+    def __init__(self, *names: str) -> None:
+        self.members = Members(heartbeat_s=1.0)
+        self.transfers = Transfers(self.members)
+        self.num_requests = 0
+        self.now = 0.0
+        self.learner = self._hello("learner", "learner")
+        self.generators = {name: self._hello("generator", name) for name in names}
+        for member in self.generators.values():
+            self.transfers.newer(member, WeightId(0, 0))
+
+    def _hello(self, role: str, name: str) -> Member:
+        hello = Hello(role=role, member=name, run_id=None, host="h", pid=1)  # type: ignore[arg-type]
+        return self.members.hello(name.encode(), hello, now=0.0)
+
+    def publish(self, weights: WeightId) -> None:
+        self.transfers.publish(weights, b"manifest")
+
+    def ready(self, *names: str, weights: WeightId = V1, error: str = "") -> None:
+        for name in names:
+            message = Ready(inc=1, version=weights.version, error=error)
+            self.transfers.ready(self.generators[name], message, now=self.now)
+
+    def close(self, weights: WeightId = V1) -> Roster | None:
+        self.num_requests += 1
+        return self.transfers.close_roster(weights, request=self.num_requests, now=self.now)
+
+    def open(self, number: int) -> bool:
+        return self.transfers.open(
+            OpenGroup(
+                inc=1,
+                version=1,
+                roster=number,
+                host="::1",
+                port=1,
+                backend="gloo",
+                bucket_bytes=8,
+            )
+        )
+
+    def staged(self, name: str, number: int, *, error: str = "", is_lost: bool = False) -> None:
+        message = Staged(inc=1, version=1, roster=number, error=error, is_lost=is_lost)
+        self.transfers.staged(self.generators[name], message)
+
+
+def names(roster: Roster | None) -> list[str]:
+    assert roster is not None
+    return [member.name for member in roster.members]
+
+
+def test_a_roster_closes_when_everybody_is_ready_or_the_others_have_had_their_time() -> None:
+    scene = Scene("a", "b")
+    scene.publish(V1)
+    assert scene.close() is None
+    scene.ready("a")
+    assert scene.close() is None, "b is worth waiting for"
+    scene.now = JOIN_WINDOW_S
+    assert names(scene.close()) == ["a"]
+
+    scene = Scene("a", "b")
+    scene.publish(V1)
+    scene.ready("a", "b")
+    assert names(scene.close()) == ["a", "b"]
+
+
+def test_seats_follow_one_another_and_are_known_once_the_sender_listens() -> None:
+    scene = Scene("a", "b")
+    scene.publish(V1)
+    for name, devices in (("a", ["cpu", "cpu"]), ("b", ["cpu"])):
+        message = Ready(inc=1, version=1, devices=devices)
+        scene.transfers.ready(scene.generators[name], message, now=0.0)
+    roster = scene.close()
+    assert roster is not None
+    assert scene.transfers.seat(scene.generators["a"], V1) is None
+    assert scene.open(roster.roster)
+    seats = [scene.transfers.seat(scene.generators[name], V1) for name in ("a", "b")]
+    assert [(seat.rank, seat.size) for seat in seats if seat] == [(1, 4), (3, 4)]
+
+
+def test_the_same_request_gets_the_same_roster() -> None:
+    scene = Scene("a")
+    scene.publish(V1)
+    scene.ready("a")
+    first = scene.transfers.close_roster(V1, request=7, now=0.0)
+    assert scene.transfers.close_roster(V1, request=7, now=1.0) is first
+    assert names(first) == ["a"]
+
+
+def test_members_of_a_group_that_was_never_opened_are_ready_again() -> None:
+    scene = Scene("a")
+    scene.publish(V1)
+    scene.ready("a")
+    scene.close()
+    assert names(scene.close()) == ["a"]
+
+
+def test_who_is_silent_after_a_broadcast_is_not_waited_for_and_comes_back_alone() -> None:
+    scene = Scene("a", "b")
+    scene.publish(V1)
+    scene.ready("a", "b")
+    first = scene.close()
+    assert first is not None
+    assert scene.open(first.roster)
+    scene.staged("a", first.roster, error="the group broke", is_lost=True)
+    outcome, is_complete = scene.transfers.outcome(first.roster)
+    assert (outcome.failed, outcome.missing) == ({"a": "the group broke"}, ["b"])
+    assert not is_complete, "b is alive as far as anybody knows"
+    scene.ready("a")
+    second = scene.close()
+    assert names(second) == ["a"], "b is not waited for"
+    assert second is not None
+    scene.open(second.roster)
+    scene.staged("a", second.roster)
+    scene.ready("b")
+    assert names(scene.close()) == ["b"]
+
+
+def test_a_dead_generator_completes_the_outcome() -> None:
+    scene = Scene("a", "b")
+    scene.publish(V1)
+    scene.ready("a", "b")
+    roster = scene.close()
+    assert roster is not None
+    assert scene.open(roster.roster)
+    scene.staged("a", roster.roster)
+    scene.generators["b"].end("dead", since=0.0)
+    outcome, is_complete = scene.transfers.outcome(roster.roster)
+    assert (outcome.staged, outcome.missing, is_complete) == (["a"], ["b"], True)
+
+
+def test_a_refusal_is_told_once_and_ends_only_with_the_next_offer() -> None:
+    scene = Scene("a", "b")
+    scene.publish(V1)
+    scene.ready("a", error="tensor x is missing")
+    roster = scene.close()
+    assert roster is not None
+    assert (roster.roster, roster.refusals) == (0, {"a": "tensor x is missing"})
+    scene.ready("b")
+    roster = scene.close()
+    assert (names(roster), roster and roster.refusals) == (["b"], {})
+    seat = scene.transfers.seat(scene.generators["a"], V1)
+    assert seat is not None and seat.is_over
+    scene.publish(V2)
+    scene.ready("a", weights=V2)
+    scene.now = JOIN_WINDOW_S
+    assert names(scene.close(V2)) == ["a"]
+
+
+def test_a_newer_offer_ends_the_wait_for_the_older_one() -> None:
+    scene = Scene("a")
+    scene.publish(V1)
+    scene.ready("a")
+    scene.publish(V2)
+    seat = scene.transfers.seat(scene.generators["a"], V1)
+    assert seat is not None and seat.is_over
+    closed = scene.close(V1)
+    assert closed is not None and closed.is_over
+    scene.ready("a", weights=V1)  # came too late
+    assert scene.close(V2) is None
+
+
+def test_a_learner_that_is_not_there_offers_nothing() -> None:
+    scene = Scene("a")
+    scene.publish(V1)
+    scene.learner.end("dead", since=0.0)
+    assert scene.transfers.newer(scene.generators["a"], WeightId(0, 0)) is None
+    seat = scene.transfers.seat(scene.generators["a"], V1)
+    assert seat is not None and seat.is_over
+    scene.learner.alive = True
+    assert scene.transfers.newer(scene.generators["a"], WeightId(0, 0)) is not None
+    scene.transfers.withdraw()
+    assert scene.transfers.newer(scene.generators["a"], WeightId(0, 0)) is None
+
+
+def test_who_has_the_version_but_does_not_serve_it_yet_is_not_waited_for() -> None:
+    scene = Scene("a", "b")
+    scene.publish(V1)
+    scene.ready("a", "b")
+    roster = scene.close()
+    assert roster is not None
+    scene.open(roster.roster)
+    scene.staged("a", roster.roster)
+    scene.staged("b", roster.roster, error="no memory")
+    scene.ready("b")
+    assert names(scene.close()) == ["b"]
