@@ -17,6 +17,7 @@ from asyncrl.messages import (
     Refused,
     Roster,
     Seat,
+    Served,
     Staged,
     WatchWeights,
     Weights,
@@ -43,6 +44,7 @@ class WeightsRequests:
             WatchWeights: self._watch,
             Ready: self._ready,
             Staged: self._staged,
+            Served: self._served,
         }
         self.of_learner: Mapping[type[Message], Handler] = {
             Published: self._published,
@@ -86,6 +88,11 @@ class WeightsRequests:
     async def _staged(self, member: Member, packet: Packet, message: Staged) -> Ok:
         self._transfers.staged(member, message)
         self._changes.note("weights")
+        return Ok()
+
+    async def _served(self, member: Member, packet: Packet, message: Served) -> Ok:
+        member.serving = WeightId(message.inc, message.version)
+        self._changes.note("weights", "lease")
         return Ok()
 
     async def _published(self, member: Member, packet: Packet, message: Published) -> Message:
