@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tiny_fixtures", "generator_fixtures"]
@@ -15,3 +16,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # How long an example takes depends on what else the machine does; tests have their own time-outs.
 settings.register_profile("asyncrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("asyncrl")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where pytest-xdist runs several tests at a time (--dist loadgroup), a file stays in one
+    piece, and a whole run has no other beside it: timeouts stay what they are."""
+    for item in items:
+        group = "whole runs" if item.get_closest_marker("whole") else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))

@@ -82,7 +82,11 @@ class Launched:
     def children(self, module: str = "") -> list[psutil.Process]:
         """All its descendants, or those that `python -m MODULE` started."""
         found = psutil.Process(self.process.pid).children(recursive=True)
-        return [p for p in found if not module or ["-m", module] == _command_line(p)[2:4]]
+        if not module:
+            return found
+        found = [p for p in found if ["-m", module] == _command_line(p)[2:4]]
+        # a child has the command line of its parent until it begins a program of its own
+        return [p for p in found if _parent(p) not in {other.pid for other in found}]
 
     def wait_for_another(self, module: str, *, than: Sequence[psutil.Process]) -> None:
         """Returns once a process of `python -m MODULE` runs that is none of these. TimeoutError
@@ -176,6 +180,14 @@ def still_running(processes: Sequence[psutil.Process], *, timeout_s: float) -> l
     """Command lines of those that have not ended in time; one that nobody has reaped has ended."""
     _, there = psutil.wait_procs(processes, timeout=timeout_s)
     return [" ".join(line) for process in there if (line := _command_line(process))]
+
+
+def _parent(process: psutil.Process) -> int:
+    """0 for one that has ended."""
+    try:
+        return process.ppid()
+    except psutil.Error:
+        return 0
 
 
 def _command_line(process: psutil.Process) -> list[str]:

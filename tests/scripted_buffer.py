@@ -93,6 +93,15 @@ class ScriptedBuffer:
             came = self._changed.wait_for(lambda: said in self.heard, timeout=timeout_s)
         assert came, f"no {said!r} in {self.heard}"
 
+    def until_beat(self, state: str) -> None:
+        """Waits until a new sign of life says this; AssertionError after 60 s."""
+        with self._changed:
+            since = len(self.beats)
+            came = self._changed.wait_for(
+                lambda: state in {beat.state for beat in self.beats[since:]}, timeout=60
+            )
+        assert came, f"no {state!r} in {self.beats[since:]}"
+
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
         server = Server("tcp://127.0.0.1:0", self._answer)
@@ -134,7 +143,9 @@ class ScriptedBuffer:
                 self.on_commit()
                 return committed
             case Heartbeat():
-                self.beats.append(message)
+                with self._changed:
+                    self.beats.append(message)
+                    self._changed.notify_all()
                 return Beat(inc=0, version=0, done=False)
             case Leave():
                 self._hear(f"leave: {message.reason}")

@@ -16,7 +16,7 @@ import pytest
 from local_runs import REPOSITORY, write_scripted_config
 from role_runs import Program, Shells, shells
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(240)]
 
 NUM_PROMPTS = 60
 FAST = "generator.scripted.tokens_per_s=100"
@@ -28,15 +28,20 @@ def config(tmp_path: Path, random_tiny_task: Path) -> Path:
     return write_scripted_config(
         tmp_path / "config.yaml",
         random_tiny_task,
-        generator={"engine": "scripted", "scripted": {"mode": "fixed", "tokens_per_s": 2}},
+        generator={"engine": "scripted", "scripted": {"mode": "fixed", "tokens_per_s": 5}},
         network={"heartbeat_s": 1.0, "wait_for_buffer_s": 60},
     )
 
 
 ORDERS = list(itertools.permutations(["buffer", "learner", "generator"]))
+QUICK = [("generator", "learner", "buffer"), ("learner", "buffer", "generator")]
 
 
-@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param(order, marks=[] if order in QUICK else [pytest.mark.slow]) for order in ORDERS],
+    ids="-".join,
+)
 def test_three_shells_train_in_whatever_order_they_are_started(
     config: Path, tmp_path: Path, order: tuple[str, ...]
 ) -> None:

@@ -254,7 +254,7 @@ def test_a_second_sigint_ends_a_buffer_that_waits_for_its_learner(tmp_path: Path
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=2)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=5) == 143
+        assert process.wait(timeout=15) == 143
 
 
 @pytest.mark.parametrize("gap_s", [0.0, 0.01, 0.05])
@@ -265,7 +265,7 @@ def test_many_sigints_end_the_buffer_with_a_code_of_its_own(tmp_path: Path, gap_
         for _ in range(20):
             process.send_signal(signal.SIGINT)
             time.sleep(gap_s)
-        code = process.wait(timeout=5)
+        code = process.wait(timeout=15)
         assert code in (130, 143)  # 130: it had drained before the second one came
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
@@ -276,7 +276,7 @@ def test_sigint_without_members_ends_the_buffer_at_once(tmp_path: Path) -> None:
     with buffer_process(tmp_path) as process:
         address_of(tmp_path, process)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=5) == 130
+        assert process.wait(timeout=15) == 130
 
 
 def test_sigterm_ends_the_buffer_promptly(tmp_path: Path) -> None:
@@ -285,8 +285,8 @@ def test_sigterm_ends_the_buffer_promptly(tmp_path: Path) -> None:
         address_of(tmp_path, process)
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=5) == 143
-        assert time.monotonic() - began < 3
+        assert process.wait(timeout=15) == 143
+        assert time.monotonic() - began < 6
 
 
 def test_a_port_that_is_taken_is_one_clear_line_and_exit_code_2(tmp_path: Path) -> None:

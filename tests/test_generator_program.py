@@ -42,7 +42,7 @@ def test_the_program_generates_beats_and_exits_0_when_the_run_is_done(
             await buffer.until(lambda: len(buffer.groups) == 6, 40)
             await buffer.until(lambda: buffer.beats[-1].state == "waiting for leases")
             buffer.done = True
-            return await ended(program, 8), buffer
+            return await ended(program, 20), buffer
 
     code, buffer = run(scenario())
     assert code == 0
@@ -86,7 +86,7 @@ def test_ctrl_c_in_a_shell_reaches_all_its_processes_and_shows_no_traceback(
             program = start_program(tmp_path, changed, address)
             await buffer.until(lambda: len(buffer.groups) == 1, 100)
             os.killpg(program.pid, signal.SIGINT)
-            _, errors = await asyncio.to_thread(program.communicate, timeout=10)
+            _, errors = await asyncio.to_thread(program.communicate, timeout=30)
             return program.returncode, errors
 
     code, errors = run(scenario(), timeout_s=150)
@@ -110,7 +110,7 @@ def test_a_signal_ends_the_program_with_a_farewell_and_without_a_child(
             assert children, "the reward workers are children"
             started = time.monotonic()
             program.send_signal(end)
-            await buffer.until(lambda: bool(buffer.left), 2)
+            await buffer.until(lambda: bool(buffer.left))
             num_beats = len(buffer.beats)
             exit_code = await ended(program, 10)
             assert len(buffer.beats) == num_beats, "a sign of life after the farewell"
@@ -118,9 +118,9 @@ def test_a_signal_ends_the_program_with_a_farewell_and_without_a_child(
 
     exit_code, took, children, buffer = run(scenario())
     assert exit_code == code
-    assert took < 4
+    assert took < 8
     assert buffer.left[0].reason == "ended by a signal"
-    assert not alive_after(children, timeout_s=1)
+    assert not alive_after(children, timeout_s=10)
 
 
 def test_a_signal_ends_the_program_while_the_buffer_does_not_answer(
@@ -136,7 +136,7 @@ def test_a_signal_ends_the_program_while_the_buffer_does_not_answer(
             assert await ended(program, 10) == 143
             return time.monotonic() - started
 
-    assert run(scenario()) < 5
+    assert run(scenario()) < 8
 
 
 def test_a_stopped_program_goes_on_when_it_is_continued(config: Config, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_stopped_program_goes_on_when_it_is_continued(config: Config, tmp_path
             await buffer.until(lambda: len(buffer.groups) == 16, 20)
             assert len(buffer.beats) > num_beats
             buffer.done = True
-            return await ended(program, 8)
+            return await ended(program, 20)
 
     assert run(scenario()) == 0
 
@@ -202,7 +202,7 @@ def test_a_buffer_that_goes_away_for_good_is_one_message_and_exit_code_1(
             program = start_program(tmp_path, hasty, address)
             await buffer.until(lambda: len(buffer.groups) == 1, 40)
             buffer.silent = True
-            _, errors = await asyncio.to_thread(program.communicate, timeout=10)
+            _, errors = await asyncio.to_thread(program.communicate, timeout=30)
             return program.returncode, errors
 
     code, errors = run(scenario())
@@ -236,7 +236,7 @@ def test_a_run_that_is_done_while_the_engine_loads_ends_the_program_with_0(
             states = {beat.state for beat in buffer.beats}
             assert states == {"starting", loading}, "signs of life from the welcome on"
             buffer.done = True
-            return await ended(program, 4)
+            return await ended(program, 20)
 
     assert run(scenario()) == 0
 
@@ -257,7 +257,7 @@ def test_a_run_that_is_done_while_the_generator_checks_its_reward_ends_it_with_0
             await buffer.until(lambda: len(buffer.beats) > 2, 40)
             assert {beat.state for beat in buffer.beats} == {"starting"}
             buffer.done = True
-            return await ended(program, 4)
+            return await ended(program, 20)
 
     assert run(scenario()) == 0
 
@@ -284,7 +284,7 @@ def test_a_reward_that_imports_for_ever_holds_up_no_end_of_the_program(
 
     code, children = run(scenario())
     assert code == (143 if ends_by == "a signal" else 2)
-    assert not alive_after(children, timeout_s=1)
+    assert not alive_after(children, timeout_s=10)
 
 
 def test_sigkill_of_the_program_leaves_no_child(config: Config, tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_sigkill_of_the_program_leaves_no_child(config: Config, tmp_path: Path) 
             await ended(program, 10)
             return children
 
-    assert not alive_after(run(scenario()), timeout_s=5)
+    assert not alive_after(run(scenario()), timeout_s=10)
 
 
 def test_a_bad_reward_path_is_one_message_and_exit_code_2(config: Config, tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_sigusr1_dumps_all_threads_and_the_program_goes_on(config: Config, tmp_p
             await asyncio.sleep(0.2)
             assert program.poll() is None
             buffer.done = True
-            _, errors = await asyncio.to_thread(program.communicate, timeout=10)
+            _, errors = await asyncio.to_thread(program.communicate, timeout=30)
             return program.returncode, errors
 
     code, errors = run(scenario())
@@ -399,5 +399,5 @@ def test_vllms_processes_end_with_the_program(config: Config, tmp_path: Path, en
             return time.monotonic() - started, children
 
     took, children = run(scenario(), timeout_s=150)
-    assert took < 5
-    assert not alive_after(children, timeout_s=3)
+    assert took < 8
+    assert not alive_after(children, timeout_s=10)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from local_runs import launched, run_local, still_running, write_scripted_config
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.whole]
 
 FAST = "generator.scripted.tokens_per_s=500"
 
@@ -42,7 +42,7 @@ def test_a_rank_that_raises_ends_the_run_with_its_error(config: Path, tmp_path: 
         (tmp_path / "run" / "checkpoints").write_text("in the way of the first checkpoint")
         began = time.monotonic()
         finished = launcher.finish()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 30
     assert finished.code == 1, finished.logs()
     assert "learner ended with exit code 1" in finished.errors
     assert "FileExistsError" in finished.errors or "NotADirectoryError" in finished.errors

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from local_runs import launched, still_running, write_scripted_config
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.whole]
 
 
 @pytest.fixture
@@ -33,7 +33,8 @@ def test_whoever_is_killed_is_started_again_and_every_prompt_is_trained_once(
         finished = launcher.finish(90)
     assert finished.code == 0, finished.logs()
     for name, number in (("generator-", 1), ("learner", 2), ("buffer", 3)):
-        [line] = [line for line in finished.errors.splitlines() if line.startswith(name)]
+        lines = [line for line in finished.errors.splitlines() if "started again" in line]
+        [line] = [line for line in lines if line.startswith(name)]
         assert "was ended by SIGKILL" in line
         assert f"restart {number} of 3" in line
     assert "60 trained" in finished.output

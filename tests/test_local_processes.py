@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from local_runs import launched, run_local, still_running, write_scripted_config
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.whole]
 
 FAST = "generator.scripted.tokens_per_s=500"
 
@@ -37,8 +37,8 @@ def test_nothing_outlives_the_launcher_nothing_else_is_touched_and_the_run_can_g
         assert len(launcher.children("learner")) == 2
         assert launcher.weights.is_dir()
         os.kill(launcher.process.pid, number)
-        assert still_running(children, timeout_s=10) == []
-        assert launcher.process.wait(5) == (-9 if number == signal.SIGKILL else 128 + number)
+        assert still_running(children, timeout_s=15) == []
+        assert launcher.process.wait(15) == (-9 if number == signal.SIGKILL else 128 + number)
         assert not launcher.weights.exists()
     assert unrelated.poll() is None
     unrelated.communicate(b"\n")
@@ -77,5 +77,5 @@ def test_a_second_interrupt_stops_at_once(config: Path, tmp_path: Path) -> None:
         assert launcher.process.stderr is not None
         assert "Ctrl-C again stops now" in launcher.process.stderr.readline()
         launcher.process.send_signal(signal.SIGINT)
-        assert still_running(children, timeout_s=10) == []
-        assert launcher.finish(5).code == 130
+        assert still_running(children, timeout_s=15) == []
+        assert launcher.finish(15).code == 130

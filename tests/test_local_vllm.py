@@ -13,7 +13,12 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config.load import load_resolved
 from asyncrl.run_dir import RunDir
 
-pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.e2e,
+    pytest.mark.whole,
+    pytest.mark.timeout(400),
+]
 
 
 def run_tiny(tiny_task: Path, directory: Path, *overrides: str) -> Finished:

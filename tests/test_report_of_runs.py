@@ -18,7 +18,7 @@ from local_runs import Finished, launched, run_local, write_scripted_config
 from asyncrl.report.reading import read_run
 from asyncrl.report.summary import gather
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.whole]
 
 BROWSER = next(
     filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), ""
