@@ -60,6 +60,8 @@ class StagedWeights:
 
     weights: WeightId
     tensors: dict[str, torch.Tensor]
+    read_s: float
+    verify_s: float
 
 
 def write_version(
@@ -114,12 +116,15 @@ def read_version(
         entries: dict[str, Any] = manifest["tensors"]
         if expected is not None:
             check_names(entries, expected, where=str(location))
+        began = time.monotonic()
         tensors: dict[str, torch.Tensor] = {}
         for file in sorted({entry["file"] for entry in entries.values()}):
             tensors.update(_read_bucket(location / file))
+        read = time.monotonic()
         for name, entry in entries.items():
             check_tensor(name, entry, tensors.get(name), where=f"{location}/{entry['file']}")
-        return StagedWeights(WeightId(manifest["inc"], manifest["version"]), tensors)
+        weights = WeightId(manifest["inc"], manifest["version"])
+        return StagedWeights(weights, tensors, read - began, time.monotonic() - read)
 
 
 def prune(root: Path, *, keep: int) -> None:

@@ -161,7 +161,12 @@ def _make_parts(config: Config) -> tuple[Tokens, Engine]:
     tokens = Tokens(config)
     if config.generator.engine == "scripted":
         vocabulary = vocabulary_size(config.model.path)
-        return tokens, ScriptedEngine(config.generator.scripted, vocab_size=vocabulary)
+        return tokens, ScriptedEngine(
+            config.generator.scripted,
+            vocab_size=vocabulary,
+            model=config.model,
+            weights=config.weights,
+        )
     return tokens, VllmEngine(config)
 
 

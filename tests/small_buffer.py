@@ -17,7 +17,11 @@ from asyncrl.messages import (
     Leases,
     Leave,
     Ok,
+    Ready,
+    Seat,
+    Served,
     Settings,
+    Staged,
     Started,
     Submit,
     Verdict,
@@ -39,6 +43,14 @@ class SmallBuffer:
     def __init__(self, leases: list[Lease]) -> None:
         self.leases = leases
         self.published = (WeightId(0, 0), "")
+        """The newest weights, and the directory that holds them."""
+        self.offer: tuple[WeightId, bytes] | None = None
+        """Weights of the collective transport, and their manifest."""
+        self.seats: list[Seat] = []
+        """Handed out in order to whoever is ready for the offer."""
+        self.ready: list[Ready] = []
+        self.staged: list[Staged] = []
+        self.served: list[Served] = []
         self.done = False
         self.settings: Settings = {}
         """What it says that members must agree with."""
@@ -63,6 +75,10 @@ class SmallBuffer:
 
     def publish(self, weights: WeightId) -> None:
         self.published = (weights, f"memory:{weights}")
+
+    def is_ready_for(self, weights: WeightId) -> bool:
+        """Whether these are what the generator asked for last."""
+        return bool(self.ready) and WeightId(self.ready[-1].inc, self.ready[-1].version) == weights
 
     async def until(self, condition: Any, timeout_s: float = 10.0) -> None:
         """Waits for `condition()`; AssertionError after `timeout_s`."""
@@ -96,18 +112,45 @@ class SmallBuffer:
                 return Verdict(verdict="accepted")
             case Heartbeat():
                 self.beats.append(message)
-                weights, _ = self.published
+                weights = max(self.published[0], self.offer[0] if self.offer else (0, 0))
                 void = [key for key in message.held if key in self.void_held]
-                return Beat(inc=weights.inc, version=weights.version, void=void, done=self.done)
+                return Beat(inc=weights[0], version=weights[1], void=void, done=self.done)
             case Leave():
                 self.left.append(message)
                 return Ok()
             case WatchWeights():
-                await self._wait(lambda: self.published[0] > WeightId(*message.have))
-                (inc, version), location = self.published
-                transport: Any = "disk" if location else "none"
-                return Weights(inc=inc, version=version, transport=transport, location=location)
+                return await self._newer(WeightId(*message.have))
+            case Ready():
+                self.ready.append(message)
+                return await self._seat(WeightId(message.inc, message.version), message.error)
+            case Staged():
+                self.staged.append(message)
+                return Ok()
+            case Served():
+                self.served.append(message)
+                return Ok()
         raise AssertionError(f"a generator sent {message!r}")
+
+    async def _newer(self, have: WeightId) -> Reply:
+        def newest() -> WeightId:
+            return max(self.published[0], self.offer[0] if self.offer else self.published[0])
+
+        await self._wait(lambda: newest() > have)
+        if self.offer is not None and self.offer[0] > have:
+            (inc, version), manifest = self.offer
+            return Weights(inc=inc, version=version, transport="collective"), (manifest,)
+        (inc, version), location = self.published
+        transport: Any = "disk" if location else "none"
+        return Weights(inc=inc, version=version, transport=transport, location=location)
+
+    async def _seat(self, weights: WeightId, error: str) -> Seat:
+        def is_over() -> bool:
+            return bool(error) or self.offer is None or self.offer[0] != weights
+
+        await self._wait(lambda: is_over() or bool(self.seats))
+        if is_over():
+            return Seat(is_over=True)
+        return self.seats.pop(0) if self.seats else Seat()
 
     async def _lease(self, request: LeaseRequest) -> Leases:
         def ready() -> list[Lease]:

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.config.schema import ScriptedOptions
 from asyncrl.types import Completion, Sampling, WeightId
-from generators.engine import RequestError
+from generators.engine import RequestError, Source
 from generators.scripted_engine import ScriptedEngine, scripted_completion, slowness
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=6, stop_token_ids=(1, 2))
@@ -58,7 +58,7 @@ def test_engine_serves_the_swapped_version_and_equals_the_pure_function() -> Non
     async def scenario() -> tuple[Completion, Completion]:
         engine = ScriptedEngine(ScriptedOptions(tokens_per_s=1e6), vocab_size=64)
         first = await engine.generate(PROMPT, SAMPLING, seed=5, request_id="a")
-        await engine.stage(WeightId(1, 2), "nowhere")
+        await engine.stage(Source(weights=WeightId(1, 2), location="nowhere"))
         await engine.swap(WeightId(1, 2))
         assert engine.serving == WeightId(1, 2)
         with pytest.raises(ValueError, match="not staged"):

@@ -25,11 +25,11 @@ from safetensors.torch import load_file
 from small_buffer import SmallBuffer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import generators.vllm_engine
+import generators.vllm_start
 from asyncrl.config.schema import Config
 from asyncrl.types import Completion, Sampling, WeightId
 from asyncrl.weights_dir import write_version
-from generators.engine import EngineError, RequestError, StagingError
+from generators.engine import EngineError, RequestError, Source, StagingError
 from generators.rewards import RewardWorkers
 from generators.tokens import Tokens
 from generators.vllm_engine import VllmEngine
@@ -108,7 +108,7 @@ class Running:
 
     def take(self, weights: WeightId, location: str) -> None:
         async def stage_and_swap() -> None:
-            await self.engine.stage(weights, location)
+            await self.engine.stage(Source(weights=weights, location=location))
             await self.engine.swap(weights)
 
         self.run(stage_and_swap())
@@ -207,7 +207,7 @@ def test_a_swap_under_load_invalidates_the_prefix_cache(
         long = Sampling(temperature=1.0, max_tokens=300)
         load = [asyncio.create_task(first.generate(long, seed)) for seed in range(4)]
         await first.generate()
-        await first.engine.stage(weights, location)
+        await first.engine.stage(Source(weights=weights, location=location))
         await first.engine.swap(weights)
         assert not any(task.done() for task in load)
         after = await first.generate()
@@ -235,7 +235,7 @@ def test_tokens_carry_their_versions_across_a_swap_and_are_not_changed_by_it(pai
     location = publish(pair.root, after, tensors_of(pair.models[1]))
 
     async def scenario() -> Completion:
-        await first.engine.stage(after, location)
+        await first.engine.stage(Source(weights=after, location=location))
         request = asyncio.create_task(first.generate(long, seed=7))
         await asyncio.sleep(0.3)
         await first.engine.swap(after)
@@ -262,13 +262,17 @@ def test_decoding_goes_on_while_weights_are_staged_and_a_newer_staging_supersede
     os.mkfifo(pipe)
 
     async def scenario() -> None:
-        staging = asyncio.create_task(first.engine.stage(slow, str(location)))
+        staging = asyncio.create_task(
+            first.engine.stage(Source(weights=slow, location=str(location)))
+        )
         for _ in range(10):
             await first.generate()
         assert not staging.done()
         with pytest.raises(ValueError, match="not staged"):
             await first.engine.swap(slow)
-        await first.engine.stage(good, publish(pair.root, good, weights_a(pair)))
+        await first.engine.stage(
+            Source(weights=good, location=publish(pair.root, good, weights_a(pair)))
+        )
         with pytest.raises(StagingError, match="superseded"):
             await staging
         await first.engine.swap(good)
@@ -307,10 +311,10 @@ def test_a_bad_tensor_is_refused_by_name_and_the_old_version_serves_on(
     if fault == "damaged":
         damage(location)
         with pytest.raises(StagingError, match="damaged"):
-            first.run(first.engine.stage(weights, location))
+            first.run(first.engine.stage(Source(weights=weights, location=location)))
     else:
         with pytest.raises(StagingError, match=name.replace(".", r"\.")):
-            first.run(first.engine.stage(weights, location))
+            first.run(first.engine.stage(Source(weights=weights, location=location)))
     assert first.engine.serving == serving
     assert not differ(first.run(first.generate()), before)
 
@@ -432,7 +436,7 @@ def test_a_dead_engine_is_an_engine_error(tied_pair: Pair) -> None:
 
 
 def test_an_untested_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(generators.vllm_engine, "SUPPORTED_VLLM", ((0, 1), (0, 2)))
+    monkeypatch.setattr(generators.vllm_start, "SUPPORTED_VLLM", ((0, 1), (0, 2)))
     engine = VllmEngine(make_config(tmp_path))
     with pytest.raises(ValueError, match=r"tested with >=0\.1,<0\.2"):
         asyncio.run(engine.start())

@@ -11,14 +11,21 @@ import pytest
 from generator_scene import VERIFIERS, Scene, lease, make_config, run
 from small_buffer import WAIT_S, SmallBuffer
 
-import generators.weights_in
+import generators.eval_pins
 from asyncrl.client import Unreachable
 from asyncrl.config.schema import Config
 from asyncrl.messages import Verdict
 from asyncrl.transport import Server
 from asyncrl.types import Completion, Int32Array, Sampling, WeightId
 from asyncrl.versions import sample_seed
-from generators.engine import EngineError, RequestError, StagingError, SwapTimes
+from generators.engine import (
+    EngineError,
+    RequestError,
+    Source,
+    StageTimes,
+    StagingError,
+    SwapTimes,
+)
 from generators.rewards import RewardWorkers, UserError
 from generators.scripted_engine import ScriptedEngine, scripted_completion
 from generators.tokens import Tokens
@@ -295,12 +302,12 @@ class BrokenEngine(ScriptedEngine):
             completion.logprobs[-1] = np.nan
         return completion
 
-    async def stage(self, weights: WeightId, location: str) -> None:
+    async def stage(self, source: Source) -> StageTimes:
         self.bad -= 1
         if self.bad >= 0:
             raise StagingError("tensor x is missing")
-        self.taken.append(weights)
-        await super().stage(weights, location)
+        self.taken.append(source.weights)
+        return await super().stage(source)
 
 
 def test_of_versions_published_during_an_eval_the_newest_serves_right_after_it(
@@ -326,7 +333,7 @@ def test_of_versions_published_during_an_eval_the_newest_serves_right_after_it(
 
     engine, took = run(scenario())
     assert engine.taken == [(1, 1), (1, 3)]
-    assert took < generators.weights_in.PIN_GRACE_S + 0.4
+    assert took < generators.eval_pins.PIN_GRACE_S + 0.4
 
 
 class HangingEngine(ScriptedEngine):
