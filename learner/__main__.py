@@ -1,4 +1,5 @@
-"""`python -P -m learner CONFIG [--connect ADDRESS | --replay RUN_DIRECTORY]`, once for each rank.
+"""`python -P -m learner CONFIG [--connect ADDRESS | --replay RUN_DIRECTORY | --compare DIRECTORY]`,
+once for each rank.
 
 Under torch.distributed.run it is one of several ranks; started plainly it is the only one.
 
@@ -43,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", type=Path, help="resolved configuration in the run directory")
     parser.add_argument("--connect", metavar="ADDRESS", help="the buffer, if not network.buffer")
     parser.add_argument("--replay", metavar="RUN_DIRECTORY", type=Path, help="a recorded run")
+    parser.add_argument("--compare", metavar="DIRECTORY", type=Path, help="sampled groups, no run")
     options = parser.parse_args(arguments)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     clock = PhaseClock("start")
@@ -51,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
     run_dir = RunDir(options.config.parent)
     try:
         config = load_resolved(options.config)
+        if options.compare is not None:
+            return _compare(config, options.compare)
         signals = EndOnSignals(run_dir.weights(config) if rank == 0 else None)
         address = options.connect or config.network.buffer
         joins = rank == 0 and options.replay is None
@@ -63,6 +67,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.replay is not None:
         return _learn(config, run_dir, partial(replay_sides, options.replay), clock, signals)
     return _learn(config, run_dir, partial(live_sides, joined), clock, signals)
+
+
+def _compare(config: Config, directory: Path) -> int:
+    from learner.compare import compare
+
+    compare(config, directory)
+    return 0
 
 
 def live_sides(
@@ -111,6 +122,7 @@ def _learn(
 ) -> int:
     from learner.buffer_line import RunIsOver
     from learner.loop import Learner  # torch takes seconds: what can fail without it has not
+    from learner.parity import NotSamePolicy
     from learner.ranks import start_ranks
 
     has_started = False
@@ -127,7 +139,8 @@ def _learn(
         signals.hold()
         signals.say_goodbye(f"{type(error).__name__}: {error}")
         signals.hold()  # of several ranks another one may have had the signal first
-        if not has_started and isinstance(error, ValueError):
+        is_mendable = isinstance(error, NotSamePolicy) or not has_started
+        if is_mendable and isinstance(error, ValueError):
             return _end(2, str(error))
         if isinstance(error, RefusedError):
             newer = "a newer learner took over this run: " if error.code == "fenced" else ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from functools import partial
 
 from asyncrl.clock import PhaseClock
 from asyncrl.config import Config
@@ -31,6 +32,7 @@ from learner.checkpoint import (
 )
 from learner.export import export_policy
 from learner.optimizer import Optimizer
+from learner.parity import ParityWatch
 from learner.policy import load_policy
 from learner.ranks import Ranks
 from learner.reporting import Reporter, last_line, state_in_words
@@ -73,6 +75,7 @@ class Learner:
         """Version of the newest checkpoint; the same on all ranks, whatever each sees on a disk."""
         self.line = line
         self.outlet = outlet
+        self.parity = ParityWatch(config)
         self.line.give_signs_of_life(self.look)
         self.policy = load_policy(config, ranks)
         self.optimizer = Optimizer(self.policy, config.learner.optim)
@@ -89,6 +92,7 @@ class Learner:
             checkpoint_version=self.version, config_digest=training_digest(self.config)
         )
         self.inc, self.committed = registered.inc, registered.committed
+        self.parity.begin(WeightId(self.inc, self.version))
         if self.committed > self.version:
             log.info("replaying steps %d to %d", self.version, self.committed - 1)
 
@@ -114,7 +118,7 @@ class Learner:
         """What this learner does now; called from the heartbeat's thread."""
         words = state_in_words(self.clock.phase, version=self.version, committed=self.committed)
         return Heartbeat(
-            state="; ".join(filter(None, [words, self.outlet.trouble()])),
+            state="; ".join(filter(None, [words, self.outlet.trouble(), self.parity.trouble()])),
             state_s=self.clock.phase_s(),
             seconds=self.clock.total(),
             serving=[self.inc, self.version],
@@ -149,7 +153,10 @@ class Learner:
         step, batch = self.version, packet.message
         groups = [decode_group(frame) for frame in packet.frames]
         ages = staleness_metrics(groups, step=step, max_staleness=batch.max_staleness)
-        values = train_step(self.policy, self.optimizer, groups, self.config, clock=self.clock)
+        check = partial(self.parity.look, groups, step=step, replayed=batch.replayed)
+        values = train_step(
+            self.policy, self.optimizer, groups, self.config, clock=self.clock, check=check
+        )
         if values["train/skipped"]:
             self.reporter.skipped(step, packet)
         self.version = step + 1

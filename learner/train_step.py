@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 
 import torch
 
@@ -23,9 +24,12 @@ def train_step(
     config: Config,
     *,
     clock: PhaseClock | None = None,
+    check: Callable[[torch.Tensor], dict[str, float]] = lambda columns: {},
 ) -> dict[str, float]:
     """Trains one batch; every rank calls it with the same groups and gets the same metrics.
 
+    `check` sees the columns of token_metrics before the optimizer takes its step: it returns
+    metrics of its own, or raises what ends the run.
     RuntimeError when a parameter is not finite afterwards.
     """
     clock = clock or PhaseClock("other")
@@ -40,7 +44,8 @@ def train_step(
     )
 
     clock.enter("forward_backward")
-    metrics = token_metrics(accumulate_gradients(policy, batch, config))
+    columns = accumulate_gradients(policy, batch, config)
+    metrics, checked = token_metrics(columns), check(columns)
 
     clock.enter("optimizer")
     result = optimizer.step(loss=metrics.get("loss", 0.0))
@@ -55,6 +60,7 @@ def train_step(
         "train/num_padded_tokens": float(batch.num_padded_tokens),
         "train/num_loss_tokens": float(batch.num_loss_tokens),
         "train/num_microbatches": float(len(batch.by_rank[0])),
+        **checked,
         **_batch_metrics(groups, advantages),
     }
 

@@ -305,6 +305,23 @@ class WeightsSection(Section):
     """Versions from one publication to the next; at most max_staleness + 1."""
 
 
+class Parity(Section):
+    """At equal weights the generators' logprobs must be the learner's (docs/parity.md)."""
+
+    max_gap_mean: PositiveFloat = 0.15
+    """Bound on the mean |difference| of logprobs, nats. Rounding of bfloat16 gives 0.01 to 0.05."""
+    max_k3: PositiveFloat = 0.02
+    """Bound on KL(generator || learner) per token. Rounding of bfloat16 gives up to 0.003."""
+    min_tokens: PositiveInt = 1000
+    """Tokens at equal weights that a verdict needs; until then they are gathered, step after
+    step."""
+    at_start: Literal["refuse", "warn"] = "refuse"
+    """What the first verdict does when it is over a bound: the learner ends with exit code 2 before
+    it trains that step, or goes on with an alarm."""
+    in_run: Literal["warn", "stop"] = "warn"
+    """The same for all later verdicts."""
+
+
 class Eval(Section):
     """Evaluation on val_files, by the generators, while training goes on."""
 
@@ -443,6 +460,8 @@ class Config(Section):
     """Learner."""
     weights: WeightsSection = WeightsSection()
     """Weight transfer."""
+    parity: Parity = Parity()
+    """Same policy on both sides."""
     eval: Eval = Eval()
     """Evaluation."""
     checkpoint: Checkpoint = Checkpoint()

@@ -35,6 +35,15 @@ def callback() -> None:
 
 
 @app.command()
+def check(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Check a configuration before a run: data, reward, model, and whether generator and learner
+    give the same tokens the same probabilities."""
+    from asyncrl.launch.check import check_parity
+
+    _exit(lambda: check_parity(config, overrides or []))
+
+
+@app.command()
 def local(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train on this machine: starts a buffer, a learner and generators, and watches them."""
     from asyncrl.launch.local import run_local

@@ -1,0 +1,172 @@
+"""G8, same policy on both sides: their logprobs of the same tokens at equal weights, compared.
+
+What noise of bfloat16 looks like and what faults look like, in numbers: docs/parity.md. The mean
+ratio of learner to generator probability is 1 for any learner, as long as the generator reports the
+probabilities that it sampled with: alone it proves nothing, and it is not judged.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.config.schema import Parity
+from asyncrl.types import RolloutGroup, WeightId
+
+log = logging.getLogger(__name__)
+
+CAUSES = (
+    "logprobs of another distribution than the one sampled from, as raw ones in place of "
+    "processed ones where sampling.temperature is not 1: in generators/vllm_start.py "
+    "logprobs_mode must be processed_logprobs",
+    "logprobs shifted by a position: each must belong to the token at its own place "
+    "(generators/vllm_engine.py, learner/batch.py)",
+    "another prompt than the engine was given: chat template, data.chat_template_kwargs or "
+    "tokenizer differ; compare prompt ids (asyncrl-launch show prints prompts)",
+    "other weights than the version says: model.path must hold the same files on all machines",
+    "another arithmetic: model.dtype on one side only, a quantized engine, rope or logit settings "
+    "that one side ignores; model.dtype=float32 takes rounding out of the comparison",
+    "the attention kernel or dropout of the learner: try model.attention=eager",
+)
+
+
+class NotSamePolicy(ValueError):
+    """The user can mend it: the message says what was measured, the bounds, and where to look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How far two logprobs of each token are apart, over all tokens; all 0 for none."""
+
+    num_tokens: int = 0
+    ratio_mean: float = 0.0
+    """Of learner's to generator's probability."""
+    mean: float = 0.0
+    """Of |learner - generator|; so are median and max. Nats."""
+    median: float = 0.0
+    max: float = 0.0
+    k3: float = 0.0
+    """Mean of r - 1 - log r: KL(generator || learner) per token."""
+
+    def in_words(self) -> str:
+        return (
+            f"mean gap {self.mean:.4f}, median {self.median:.4f}, largest {self.max:.3f}, k3 "
+            f"{self.k3:.5f}, mean ratio {self.ratio_mean:.4f}, {self.num_tokens} tokens"
+        )
+
+
+def measure(log_ratios: Tensor) -> Gap:
+    """`log_ratios` [n]: learner's minus generator's logprob of each token."""
+    if log_ratios.numel() == 0:
+        return Gap()
+    log_ratios = log_ratios.double()
+    gaps, ratios = log_ratios.abs(), log_ratios.exp()
+    return Gap(
+        num_tokens=len(gaps),
+        ratio_mean=float(ratios.mean()),
+        mean=float(gaps.mean()),
+        median=float(gaps.median()),
+        max=float(gaps.max()),
+        k3=float((ratios - 1 - log_ratios).mean()),
+    )
+
+
+def excesses(gap: Gap, limits: Parity) -> list[str]:
+    """What is over its bound, with both numbers; empty when both sides are one policy."""
+    judged = (
+        ("mean gap", gap.mean, "parity.max_gap_mean", limits.max_gap_mean),
+        ("k3", gap.k3, "parity.max_k3", limits.max_k3),
+    )
+    return [
+        f"{name} is {value:.4f}, {key} is {limit:g}"
+        for name, value, key, limit in judged
+        if not value <= limit  # nor is NaN
+    ]
+
+
+def refusal(gap: Gap, found: list[str]) -> str:
+    """The whole message: numbers, bounds, and the usual causes with what to look at."""
+    causes = "\n".join(f"  - {cause}" for cause in CAUSES)
+    return (
+        "generator and learner are not the same policy: at equal weights "
+        f"{' and '.join(found)} ({gap.in_words()}).\nUsual causes:\n{causes}\n"
+        "Samples that are stored were made with the fault: mend it, try `asyncrl-launch check "
+        "CONFIG`, and begin a new run (docs/parity.md)"
+    )
+
+
+def rows_at_equal_weights(groups: list[RolloutGroup], now: WeightId, start: int) -> Tensor:
+    """[rollouts] True for those whose every token was sampled by the weights `now`.
+
+    A rollout that began with older weights may still attend to what those computed. Weights of an
+    earlier life are these only up to version `start`, which this life loaded; later ones it has
+    computed anew, and on GPUs perhaps not to the last bit.
+    """
+    return torch.tensor(
+        [
+            (group.inc == now.inc or now.version <= start)
+            and bool((rollout.versions[rollout.loss_mask] == now.version).all())
+            for group in groups
+            for rollout in group.rollouts
+        ],
+        dtype=torch.bool,
+    )
+
+
+class ParityWatch:
+    """Measures every step, and judges whenever there are parity.min_tokens tokens."""
+
+    def __init__(self, config: Config) -> None:
+        self._limits = config.parity
+        self._judges = config.generator.engine != "scripted"  # whose logprobs are made up
+        self._start = WeightId(0, 0)
+        self._kept: list[Tensor] = []
+        self._is_started = False
+        self._num_alarms = 0
+        self._trouble = ""
+
+    def begin(self, start: WeightId) -> None:
+        """This life of the learner is `start.inc`; it has loaded version `start.version`."""
+        self._start = start
+
+    def trouble(self) -> str:
+        """What is wrong, in words, from an alarm until a later verdict is good."""
+        return self._trouble
+
+    def look(
+        self, groups: list[RolloutGroup], columns: Tensor, *, step: int, replayed: bool
+    ) -> dict[str, float]:
+        """Metrics of one step, before its optimizer step; `columns` as of token_metrics.
+
+        Raises NotSamePolicy, alike on all ranks. Replayed steps are measured and never judged.
+        """
+        now = WeightId(self._start.inc, step)
+        is_equal = rows_at_equal_weights(groups, now, self._start.version)
+        log_ratios = columns[1][is_equal[columns[4].long()]]
+        if self._judges and not replayed:
+            self._kept.append(log_ratios)
+            if sum(map(len, self._kept)) >= self._limits.min_tokens:
+                self._judge(measure(torch.cat(self._kept)), step)
+        values = asdict(gap) if (gap := measure(log_ratios)).num_tokens else {"num_tokens": 0}
+        values["num_alarms"] = self._num_alarms
+        return {f"parity/{name}": float(value) for name, value in values.items()}
+
+    def _judge(self, gap: Gap, step: int) -> None:
+        self._kept.clear()
+        found, is_first = excesses(gap, self._limits), not self._is_started
+        self._is_started = True
+        if not found:
+            if is_first:
+                log.info("parity at equal weights: %s", gap.in_words())
+            self._trouble = ""
+            return
+        self._num_alarms += 1
+        if (self._limits.at_start if is_first else self._limits.in_run) in ("refuse", "stop"):
+            raise NotSamePolicy(refusal(gap, found))
+        if not self._trouble:
+            log.warning("step %d: %s", step, refusal(gap, found))
+        self._trouble = f"parity alarm: {' and '.join(found)}"
