@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +42,15 @@ class Arrival:
 
     @property
     def reward_mean(self) -> float | None:
-        return sum(self.rewards) / len(self.rewards) if self.rewards else None
+        return mean(self.rewards) if self.rewards else None
+
+
+def mean(values: Collection[float]) -> float:
+    """0 for none; finite for finite values, however large."""
+    total = sum(values)
+    if math.isinf(total):
+        return sum(value / len(values) for value in values)
+    return total / max(1, len(values))
 
 
 def summarize(group: GroupColumns) -> Arrival:

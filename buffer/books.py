@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from asyncrl.config import Config
 from asyncrl.journal.tables import BeatRow, Change, EvalRow, Stored
 from asyncrl.messages import End, Record
-from asyncrl.types import Row
+from asyncrl.types import Row, WeightId
 from buffer.evaluation import Evaluations
 from buffer.ledger import Ledger
 from buffer.policy import StalenessPolicy
@@ -19,6 +19,7 @@ from buffer.prompts import Prompts, pack_rows
 from buffer.room import AnyJournal, JournalRoom
 from buffer.tally import Tally
 from buffer.training import Training
+from buffer.updates import Updates
 
 
 class Books:
@@ -53,8 +54,15 @@ class Books:
         self.ledger.batches.forget(before_step=self.training.oldest_step)
         self.room = JournalRoom(config, journal=journal, ledger=self.ledger, training=self.training)
         self.evaluations = _restored_evaluations(config, val, stored, now)
+        self.updates = Updates(
+            [WeightId(row.inc, row.version) for row in stored.weights],
+            is_under_pause=config.weights.staging == "none",
+            wall_offset=self.wall_offset,
+        )
         self.tally = Tally()
-        self.tally.restore(stored.meta.get("staleness", "{}"))
+        self.tally.restore(
+            stored.meta.get("staleness", "{}"), recent_rewards=_recent_rewards(stored)
+        )
         self._saved_meta: dict[str, str] = {}
         self._num_saved_evals = len(self.evaluations.results)
 
@@ -62,7 +70,7 @@ class Books:
     def is_changed(self) -> bool:
         """Whether there is something to save that nobody's request has brought."""
         new_results = len(self.evaluations.results) > self._num_saved_evals
-        return self.ledger.groups.is_changed or new_results
+        return self.ledger.groups.is_changed or new_results or self.updates.has_rows
 
     def save(self, *, beats: tuple[BeatRow, ...], end: End | None, now: float) -> Future[None]:
         """Writes what changed, as one transaction; `end` is that of the run, if it has ended. The
@@ -75,6 +83,7 @@ class Books:
                 groups=self.ledger.groups.take_rows(at=now + self.wall_offset),
                 steps=steps,
                 weights=weights,
+                served=self.updates.take_rows(),
                 evals=tuple(EvalRow(r.step, r.model_dump_json()) for r in results),
                 beats=beats,
                 meta=self._changed_meta(end),
@@ -128,6 +137,12 @@ def _restored_evaluations(
     for version in json.loads(stored.meta.get("evaluating", str(first))):
         evaluations.due(version, now=now)
     return evaluations
+
+
+def _recent_rewards(stored: Stored) -> list[float]:
+    """Of the groups that came in last, the newest at the end."""
+    scored = [(row.finished_at, row.reward) for row in stored.groups if row.reward is not None]
+    return [reward for at, reward in sorted(scored, key=lambda each: each[0] or 0.0)]
 
 
 def _constants(config: Config, prompts: Prompts) -> dict[str, str]:

@@ -30,6 +30,7 @@ from buffer.evaluation import Evaluations
 from buffer.groups import Group
 from buffer.members import Member
 from buffer.run import AssignedBatch, Run
+from buffer.updates import Updates
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class LearnerRequests:
     def __init__(self, run: Run, changes: Changes) -> None:
         self._run = run
         self._changes = changes
-        self._mail = RecordMail(run.books.evaluations)
+        self._mail = RecordMail(run.books.evaluations, run.books.updates)
         self._said_waiting = 0.0
         self.handlers: Mapping[type[Message], Handler] = {
             Register: self._register,
@@ -91,6 +92,7 @@ class LearnerRequests:
             found = reply
         if isinstance(found, End):
             member.heard_end, self._run.books.training.end_step = True, fetch.step
+            self._run.books.updates.settle_all()
             return found.model_copy(update={"records": self._mail.take()})
         reason = self._note_waiting(fetch.step)
         return Waiting(
@@ -162,12 +164,14 @@ class LearnerRequests:
 
 
 class RecordMail:
-    """Takes evaluation records to the learner, which writes them down: each one once, those of
-    steps that are trained again once more; with every reply until the next request shows that a
-    reply has arrived."""
+    """Takes records of evaluations and of weight updates to the learner, which writes them down:
+    each one once, evaluations of steps that are trained again once more; with every reply until
+    the next request shows that a reply has arrived."""
 
-    def __init__(self, evaluations: Evaluations) -> None:
+    def __init__(self, evaluations: Evaluations, updates: Updates) -> None:
         self._evaluations = evaluations
+        self._updates = updates
+        self._num_updates_sent = 0
         self._next = self._sent = evaluations.num_told
         self._request = -1
 
@@ -175,16 +179,18 @@ class RecordMail:
         """A learner has registered at version `since_step`."""
         known = self._evaluations.results[: self._evaluations.num_told]
         self._next = self._sent = sum(record.step < since_step for record in known)
-        self._request = -1
+        self._request, self._num_updates_sent = -1, 0
 
     def asked(self, request: int) -> None:
         """A request has come; if it is a new one, the reply to the one before has arrived."""
         if request != self._request:
             self._request, self._next = request, self._sent
             self._evaluations.num_told = max(self._evaluations.num_told, self._sent)
+            del self._updates.unread[: self._num_updates_sent]
+            self._num_updates_sent = 0
 
     def take(self) -> list[Record]:
         """What rides on the next reply."""
-        results = self._evaluations.results
-        self._sent = len(results)
-        return results[self._next :]
+        results, updates = self._evaluations.results, self._updates.unread
+        self._sent, self._num_updates_sent = len(results), len(updates)
+        return results[self._next :] + updates

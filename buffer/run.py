@@ -145,6 +145,7 @@ class Run:
         """Whatever time alone brings: dead members, late leases and evaluations, a stall."""
         self.watch.look_for_members(now=now)
         self.generation.expire(now=now)
+        self.books.updates.settle(self.members.alive())
         reason = None
         if self.end is None:
             reason = self.books.room.why_stuck() or self.watch.why_stalled(now=now)

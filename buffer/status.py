@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncrl.types import WeightId
+from buffer.arrivals import mean
 from buffer.groups import Group, State
 from buffer.members import Member
 from buffer.run import Run
@@ -23,6 +25,7 @@ def _progress(run: Run) -> dict[str, Any]:
         "version": policy.committed,
         "learner_version": training.position,
         "published": training.newest.version,
+        "weights": _weights(run),
         "inc": training.inc,
         "max_steps": run.config.max_steps,
         "max_staleness": policy.max_staleness,
@@ -31,12 +34,25 @@ def _progress(run: Run) -> dict[str, Any]:
         "trained": counts.get(State.TRAINED.value, 0),
         "filtered": counts.get(State.FILTERED.value, 0),
         "staleness": {str(age): count for age, count in sorted(books.tally.staleness.items())},
-        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "reward_mean": mean(rewards) if rewards else None,
         "learner_metrics": training.metrics,
         "evals": [{"step": r.step, **r.values} for r in books.evaluations.results],
         "forks": training.num_forks,
         "engine": run.members.engine(),
         "journal": books.room.values(),
+    }
+
+
+def _weights(run: Run) -> dict[str, Any]:
+    """The newest publication, who serves it, and what the last one cost."""
+    newest, alive = run.books.training.newest, run.members.alive()
+    is_published = newest.inc > 0
+    current = WeightId(newest.inc, newest.version)
+    return {
+        "transport": ("disk" if newest.location else "collective") if is_published else "",
+        "num_generators": len(alive),
+        "num_serving": sum(member.serving >= current for member in alive),
+        **run.books.updates.last_values(),
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncrl import versions
-from buffer.arrivals import Arrival
+from buffer.arrivals import Arrival, mean
 from buffer.groups import Group
 from buffer.void import LeaseId
 
@@ -101,8 +101,10 @@ class Tally:
     def staleness_json(self) -> str:
         return json.dumps(dict(self.staleness))
 
-    def restore(self, staleness_json: str) -> None:
-        """Goes on from what `staleness_json` gave."""
+    def restore(self, staleness_json: str, *, recent_rewards: Sequence[float]) -> None:
+        """Goes on from what `staleness_json` gave, and from the mean rewards of groups that have
+        arrived, the newest at the end."""
+        self.recent_rewards.extend(recent_rewards)
         self.staleness = Counter({int(age): n for age, n in json.loads(staleness_json).items()})
 
     def why_useless(self) -> str:
@@ -127,8 +129,8 @@ class Tally:
         since, self._since = self._since, _SinceLastStep()
         ages = _token_ages(step, groups)
         total = sum(age * count for age, count in ages.items())
-        reward: Values = {"reward_mean": _mean(since.rewards)} if since.rewards else {}
-        late: Values = {"late_length_mean": _mean(since.late_lengths)} if since.late_lengths else {}
+        reward: Values = {"reward_mean": mean(since.rewards)} if since.rewards else {}
+        late: Values = {"late_length_mean": mean(since.late_lengths)} if since.late_lengths else {}
         return (
             reward
             | late
@@ -138,7 +140,7 @@ class Tally:
                 "num_failed": since.num_failed,
                 "num_late": since.num_late,
                 "num_rollouts_lost": since.num_rollouts_lost,
-                "response_length_mean": _mean(since.lengths),
+                "response_length_mean": mean(since.lengths),
                 "truncated_share": since.num_truncated / max(1, len(since.lengths)),
                 "num_groups": len(groups),
                 "staleness_min": min(ages, default=0),
@@ -155,7 +157,3 @@ def _token_ages(step: int, groups: Sequence[Group]) -> Counter[int]:
         for version, num_tokens in group.token_versions.items():
             ages[versions.staleness(step, version)] += num_tokens
     return ages
-
-
-def _mean(values: Sequence[float] | deque[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -55,6 +55,7 @@ class WeightsRequests:
 
     async def _watch(self, member: Member, packet: Packet, watch: WatchWeights) -> transport.Reply:
         have = WeightId(*watch.have)
+        self._run.books.updates.asked(member.name, have, now=time.monotonic())
         return (
             await self._changes.until("weights", lambda now: self._newer(member, have))
             or self._nothing_newer()
@@ -92,6 +93,7 @@ class WeightsRequests:
 
     async def _served(self, member: Member, packet: Packet, message: Served) -> Ok:
         member.serving = WeightId(message.inc, message.version)
+        self._run.books.updates.served(member.name, message, now=time.monotonic())
         self._changes.note("weights", "lease")
         return Ok()
 
@@ -99,9 +101,11 @@ class WeightsRequests:
         training = self._run.books.training
         if message.transport == "collective" and not packet.frames:
             return Refused(code="invalid", reason="weights to be sent came without their manifest")
-        refused = training.published(message)
-        if refused is None and message.transport == "collective":
-            self._transfers.publish(WeightId(message.inc, message.version), packet.frames[0])
+        weights, refused = WeightId(message.inc, message.version), training.published(message)
+        if refused is None:
+            self._run.books.updates.published(weights, now=time.monotonic())
+            if message.transport == "collective":
+                self._transfers.publish(weights, packet.frames[0])
         await self._changes.save()
         return refused or Ok()
 

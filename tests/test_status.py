@@ -26,6 +26,10 @@ VALUES: dict[str, Any] = {
     "step": 9,
     "version": 8,
     "published": 7,
+    "weights": {
+        **{"transport": "collective", "num_generators": 2, "num_serving": 1},
+        **{"last_version": 7, "propagation_s": 0.31, "paused_s": 0.042},
+    },
     "max_steps": 20,
     "max_staleness": 2,
     "staleness": {"0": 10, "1": 30, "2": 60},
@@ -94,7 +98,12 @@ def printed(values: dict[str, Any], *, width: int = 140) -> str:
 def test_the_head_of_the_screen_adds_up() -> None:
     lines = dict(head_lines(VALUES))
     assert lines["step"] == "8 of 20 trained"
-    assert lines["weights"] == "version 8, published 7, 1 behind"
+    assert lines["weights"] == (
+        "version 8, published 7, 1 behind (collective); 1 of 2 generators serve it"
+    )
+    assert lines["last update"] == (
+        "version 7: 310 ms from publication to serving, engine paused 42 ms"
+    )
     assert lines["staleness"] == (
         "bound 2, so far mean 1.50, max 2 (0: 10%, 1: 30%, 2: 60% of 100 tokens)"
     )
@@ -113,6 +122,16 @@ def test_the_head_says_how_full_the_journal_is_or_that_nothing_is_kept() -> None
     assert lines["journal"] == (
         "nothing is kept when the buffer ends; 1.2 of 100 GB of finished groups in memory"
     )
+
+
+def test_before_the_first_update_nothing_is_said_of_its_cost() -> None:
+    none = {"transport": "", "num_generators": 0, "num_serving": 0}
+    lines = dict(head_lines(VALUES | {"version": 0, "published": 0, "weights": none}))
+    assert lines["weights"] == "version 0, published 0"
+    assert "last update" not in lines
+    unknown = VALUES["weights"] | {"propagation_s": None}
+    lines = dict(head_lines(VALUES | {"weights": unknown}))
+    assert lines["last update"] == "version 7: engine paused 42 ms"
 
 
 def test_a_member_is_told_in_one_row() -> None:
@@ -170,11 +189,13 @@ def test_a_bar_has_its_width_whatever_its_parts_are() -> None:
 
 def test_in_80_columns_each_member_still_has_one_row() -> None:
     rows = printed(VALUES, width=80).splitlines()
-    (row,) = [row for row in rows if "learner-cc" in row]
+    (row,) = [row for row in rows if row.startswith("learner-cc")]
     assert "waiting for step 9" in row
     assert max(len(row) for row in rows) <= 80
     (header,) = [row for row in rows if row.startswith("member")]
     assert header.split() == ["member", "state", "since", "version", "tokens/s", "leases"]
+    pids = [row.strip() for row in rows if row.startswith("pids")]
+    assert pids == ["pids on one: learner-cc 11", "pids on two: generator-0-aa 12"]
 
 
 def test_a_run_without_members_and_one_that_has_ended_are_screens_too() -> None:

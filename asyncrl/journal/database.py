@@ -113,6 +113,7 @@ class JournalDatabase:
             ("groups", change.groups),
             ("steps", change.steps),
             ("weights", change.weights),
+            ("served", change.served),
             ("evals", change.evals),
             ("beats", change.beats),
             ("meta", tuple(change.meta.items())),

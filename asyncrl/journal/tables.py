@@ -7,6 +7,7 @@
     groups(number, ...)   one row for each admitted prompt group: GroupRow, number = admission order
     steps(step, ...)      one row for each assigned batch: StepRow; its groups are those of the step
     weights(inc, ...)     every publication: WeightsRow
+    served(inc, ...)      every swap of a generator to new weights: ServedRow
     evals(version, ...)   every finished evaluation: EvalRow
     beats(at, ...)        what each process did, heartbeat by heartbeat: BeatRow; thinned out when
                           there are many (journal.MAX_BEATS)
@@ -22,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-SCHEMA = 4
+SCHEMA = 5
 """Raised by any change to a table, or to what lies in the segments. A journal of another
 schema is refused."""
 TABLES = """
@@ -44,6 +45,9 @@ CREATE TABLE IF NOT EXISTS steps(
 CREATE TABLE IF NOT EXISTS weights(
   inc INTEGER, version INTEGER, location TEXT NOT NULL, digest TEXT NOT NULL,
   PRIMARY KEY(inc, version));
+CREATE TABLE IF NOT EXISTS served(
+  inc INTEGER, version INTEGER, member TEXT, at REAL NOT NULL, propagation_s REAL,
+  seconds TEXT NOT NULL, PRIMARY KEY(inc, version, member));
 CREATE TABLE IF NOT EXISTS evals(version INTEGER PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS beats(
   at REAL NOT NULL, member TEXT NOT NULL, role TEXT NOT NULL, state TEXT NOT NULL,
@@ -113,6 +117,21 @@ class WeightsRow(NamedTuple):
     digest: str
 
 
+class ServedRow(NamedTuple):
+    """One generator serves new weights."""
+
+    inc: int
+    version: int
+    member: str
+    at: float
+    """When it was heard."""
+    propagation_s: float | None
+    """Since the buffer heard of the publication, or since the generator first asked for weights,
+    whichever was later. None: published before the buffer began."""
+    seconds: str
+    """JSON: seconds of each phase (buffer/updates.py)."""
+
+
 class EvalRow(NamedTuple):
     """One finished evaluation; `record` is JSON."""
 
@@ -143,6 +162,7 @@ class Change:
     groups: tuple[GroupRow, ...] = ()
     steps: tuple[StepRow, ...] = ()
     weights: tuple[WeightsRow, ...] = ()
+    served: tuple[ServedRow, ...] = ()
     evals: tuple[EvalRow, ...] = ()
     beats: tuple[BeatRow, ...] = ()
     meta: Mapping[str, str] = field(default_factory=dict)

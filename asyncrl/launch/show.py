@@ -14,7 +14,7 @@ from rich.text import Text
 from asyncrl.journal.claim import NOTHING_KEPT, is_nothing_kept
 from asyncrl.journal.tables import GroupRow
 from asyncrl.launch.output import plain_console
-from asyncrl.report.reading import RunRecords, find_run, read_run
+from asyncrl.report.reading import RunRecords, find_rollouts, read_run
 from asyncrl.report.rollouts import ShownGroup, ShownRollout, show, text_decoder, version_spans
 from asyncrl.report.summary import fates_text
 
@@ -40,7 +40,7 @@ def show_rollouts(name: str, *, wanted: Filter, limit: int, as_json: bool) -> in
 
     Raises ValueError when there is no such run or no such group.
     """
-    run = read_run(find_run(name))
+    run = read_run(find_rollouts(name))
     found = select(run, wanted)
     text = text_decoder(run)
     groups = [show(run, row, text) for row in found[-limit:]]

@@ -8,7 +8,7 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.launch.time_table import short, time_tables
+from asyncrl.launch.time_table import brief, short, time_tables
 from asyncrl.report.reading import in_order
 
 SHOWN_LEASES = 5
@@ -26,8 +26,10 @@ Values = dict[str, Any]
 
 def screen(values: Values, *, width: int) -> RenderableType:
     """Everything on one screen of `width` columns, the most important first."""
-    members = members_table(values, is_wide=width >= WIDE)
+    is_wide = width >= WIDE
+    members = members_table(values, is_wide=is_wide)
     parts: list[RenderableType] = [_head(values), _waiting(values), members]
+    parts += [Text(line, style="dim") for line in process_lines(values) if not is_wide]
     parts += [Text(line, style="yellow") for line in refused_lines(values)]
     parts += time_tables(values.get("time") or [], width=width)
     if values.get("leases"):
@@ -50,6 +52,7 @@ def head_lines(values: Values) -> list[tuple[str, str]]:
     lines = [
         ("step", progress_text(values)),
         ("weights", weights_text(values)),
+        *([("last update", update)] if (update := update_text(values)) else []),
         ("staleness", staleness_text(values)),
         ("reward", reward_text(values)),
         (
@@ -71,7 +74,22 @@ def progress_text(values: Values) -> str:
 def weights_text(values: Values) -> str:
     behind = values["version"] - values["published"]
     late = f", {behind} behind" if behind > 0 else ""
-    return f"version {values['version']}, published {values['published']}{late}"
+    weights = values.get("weights") or {}
+    by = f" ({weights['transport']})" if weights.get("transport") else ""
+    text = f"version {values['version']}, published {values['published']}{late}{by}"
+    if weights.get("num_generators"):
+        text += f"; {weights['num_serving']} of {weights['num_generators']} generators serve it"
+    return text
+
+
+def update_text(values: Values) -> str:
+    """What the last update cost; empty where there was none yet."""
+    weights = values.get("weights") or {}
+    if "last_version" not in weights:
+        return ""
+    arrived_s, paused_s = weights["propagation_s"], weights["paused_s"]
+    arrived = "" if arrived_s is None else f"{brief(arrived_s)} from publication to serving, "
+    return f"version {weights['last_version']}: {arrived}engine paused {brief(paused_s)}"
 
 
 def staleness_text(values: Values) -> str:
@@ -169,6 +187,15 @@ def member_cells(member: Values, values: Values) -> dict[str, str]:
         f"{short(member['last_seen_s'])} ago",
     )
     return dict(zip(MEMBER_COLUMNS, cells, strict=True))
+
+
+def process_lines(values: Values) -> list[str]:
+    """Who runs where with which pid, a line for each host: for a table that has no room for it."""
+    by_host: dict[str, list[str]] = {}
+    for member in values["members"]:
+        if member["alive"]:
+            by_host.setdefault(member["host"], []).append(f"{member['name']} {member['pid']}")
+    return [f"pids on {host}: {', '.join(members)}" for host, members in by_host.items()]
 
 
 def refused_lines(values: Values) -> list[str]:

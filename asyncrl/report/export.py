@@ -25,7 +25,7 @@ from asyncrl.journal import fates, open_read_only
 from asyncrl.journal.database import refuse_other_schema
 from asyncrl.journal.segments import DamagedError
 from asyncrl.journal.tables import GroupRow
-from asyncrl.report.reading import find_run, read_config, read_group, setting
+from asyncrl.report.reading import find_rollouts, read_config, read_group, setting
 from asyncrl.report.rollouts import Decode, find_decoder, why_not_stored
 from asyncrl.report.summary import fates_text
 from asyncrl.types import Rollout, RolloutGroup
@@ -73,7 +73,7 @@ def export_run(name: str, *, out: Path | None, step: int | None, fate: str | Non
     Raises ValueError when there is no such run, nothing to write, or no place to write it: only a
     regular file whose name ends in .parquet is replaced.
     """
-    path = find_run(name)
+    path = find_rollouts(name)
     out = out or path / "rollouts.parquet"
     target = replaceable(out)
     if target.suffix != ".parquet":

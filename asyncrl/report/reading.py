@@ -19,7 +19,15 @@ from asyncrl.config.fields import nearest
 from asyncrl.config.yaml_text import YamlError, parse
 from asyncrl.journal import open_read_only
 from asyncrl.journal.segments import read_payload
-from asyncrl.journal.tables import SCHEMA, BeatRow, EvalRow, GroupRow, PayloadRef, StepRow
+from asyncrl.journal.tables import (
+    SCHEMA,
+    BeatRow,
+    EvalRow,
+    GroupRow,
+    PayloadRef,
+    ServedRow,
+    StepRow,
+)
 from asyncrl.run_dir import RunDir
 
 Record = dict[str, Any]
@@ -44,6 +52,8 @@ class RunRecords:
     groups: list[GroupRow]
     """In order of admission."""
     steps: list[StepRow]
+    served: list[ServedRow]
+    """In order of versions."""
     evals: list[EvalRow]
     beats: list[BeatRow]
     """In order of time, without those of members that had not yet said what they do."""
@@ -92,6 +102,17 @@ def find_run(name: str) -> Path:
     )
 
 
+def find_rollouts(name: str) -> Path:
+    """As find_run; ValueError also for a replay, which has no prompts of its own, naming the run
+    that has them."""
+    path = find_run(name)
+    replay_of = RunDir(path).replay_of
+    if replay_of.is_file():
+        recorded = json.loads(replay_of.read_text())["path"]
+        raise ValueError(f"{path} is a replay: its prompts and responses are those of {recorded}")
+    return path
+
+
 def read_run(path: Path) -> RunRecords:
     """Everything. Raises ValueError, naming the file, for one that cannot be read."""
     run_dir = RunDir(path)
@@ -103,6 +124,7 @@ def read_run(path: Path) -> RunRecords:
         meta=tables.meta,
         groups=sorted(tables.rows("groups", GroupRow)),
         steps=sorted(tables.rows("steps", StepRow)),
+        served=sorted(tables.rows("served", ServedRow), key=lambda row: row[:3]),
         evals=sorted(tables.rows("evals", EvalRow)),
         beats=sorted(beat for beat in tables.rows("beats", BeatRow) if beat.seconds != "{}"),
         metrics=read_metrics(run_dir.metrics),
