@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 
 from asyncrl.config import Config
+from asyncrl.journal.claim import how_to_go_on
 from asyncrl.messages import End
 from buffer.books import Books
 from buffer.members import Member, Members
@@ -48,11 +49,8 @@ class Ending:
         """None as long as the run goes on."""
         if not self._stopped_by:
             return self._end
-        name = f"run_name={self._config.run_name} " if self._config.run_name else ""
-        reason = (
-            f"stopped by {self._stopped_by} at version {self._training.position}; go on with the "
-            f"same command and {name}checkpoint.resume=auto"
-        )
+        again = how_to_go_on(self._config.buffer.durability, name=self._config.run_name)
+        reason = f"stopped by {self._stopped_by} at version {self._training.position}; {again}"
         return End(reason=reason, stopped=True, records=[])
 
     def advance(self, *, now: float) -> None:

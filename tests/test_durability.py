@@ -96,6 +96,27 @@ def test_a_run_whose_books_have_ended_with_its_buffer_is_not_begun_again(tmp_pat
         assert f"checkpoint.resume={tmp_path}/checkpoints/version-00000002" in str(refusal.value)
 
 
+def test_a_stopped_run_that_kept_nothing_is_told_how_another_begins_from_it(tmp_path: Path) -> None:
+    run = memory_run(tmp_path, make_config(buffer__durability="none", max_staleness=1), train=12)
+
+    async def scenario() -> None:
+        async with serving_run(run, max_wait_s=0.3) as here:
+            learner = here.learner()
+            await learner.register()
+            worker = asyncio.create_task(here.generator().work())
+            await learner.train(stop_at=1)
+            here.server.drain("SIGINT")
+            await learner.commit()
+            end = await learner.end()
+            assert end.stopped
+            assert "it cannot go on, as nothing is kept" in end.reason
+            assert "with another run_name and checkpoint.resume=RUN/checkpoints/" in end.reason
+            assert "resume=auto" not in end.reason
+            await worker
+
+    play(scenario())
+
+
 @pytest.mark.e2e
 def test_a_killed_buffer_that_kept_nothing_ends_with_code_2_and_what_to_do(tmp_path: Path) -> None:
     config = begin(tmp_path, make_config(buffer__durability="none"))

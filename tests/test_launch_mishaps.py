@@ -49,6 +49,19 @@ def test_a_rank_that_raises_ends_the_run_with_its_error(config: Path, tmp_path: 
     assert still_running(children, timeout_s=0) == []
 
 
+@pytest.mark.slow
+def test_a_mistake_that_one_rank_alone_finds_is_one_message_and_exit_code_2(
+    config: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no directory")
+    settings = ("local.learner_ranks=2", f"weights.dir={tmp_path}/file/weights", FAST)
+    finished = run_local(config, *settings, directory=tmp_path)
+    assert finished.code == 2, finished.logs()
+    assert "learner ended with exit code 2" in finished.errors
+    assert "learner rank 0: weights cannot be published in" in finished.errors
+    assert "Traceback" not in finished.errors
+
+
 def test_two_runs_at_once_do_not_touch_each_other(config: Path, tmp_path: Path) -> None:
     with (
         launched(config, "max_steps=3", directory=tmp_path, name="one") as one,

@@ -44,6 +44,18 @@ def refuse_lost_books(directory: Path) -> None:
     )
 
 
+def how_to_go_on(durability: str, *, name: str | None) -> str:
+    """What to do about a run of this name that was stopped, as buffer.durability lets it."""
+    if durability == "none":
+        return (
+            "it cannot go on, as nothing is kept of its prompts (buffer.durability is none): a new "
+            "run begins from its newest checkpoint with another run_name and "
+            "checkpoint.resume=RUN/checkpoints/version-..."
+        )
+    settings = f"run_name={name} checkpoint.resume=auto" if name else "checkpoint.resume=auto"
+    return f"go on with the same command and {settings}"
+
+
 def take_lock(directory: Path) -> IO[bytes]:
     """Held until it is closed. Raises ValueError when another process holds it."""
     file = (directory / "journal.lock").open("wb")

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from asyncrl.config import Config
 from asyncrl.config.load import load_config, save_resolved
+from asyncrl.journal.claim import how_to_go_on
 from asyncrl.launch.checks import check_port, check_run, worst_case
 from asyncrl.launch.children import Children, Program, role_command
 from asyncrl.launch.failures import DRAINED
@@ -47,8 +48,7 @@ def run_local(path: Path, overrides: Sequence[str]) -> int:
         finally:
             shutil.rmtree(run_dir.weights(config), ignore_errors=True)
         if code == DRAINED:
-            name = run_dir.path.name
-            again = f"go on with the same command and run_name={name} checkpoint.resume=auto"
+            again = how_to_go_on(config.buffer.durability, name=run_dir.path.name)
             errors.print(again, soft_wrap=True)
     if not supervisor.was_cut_short:
         _tell_result(run_dir, console, errors, is_good=code == 0)

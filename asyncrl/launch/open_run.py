@@ -138,6 +138,7 @@ def _check_contents(config: Config, run_dir: RunDir, *, is_new: bool, is_replay:
             "or go on in this run with checkpoint.resume=auto"
         )
     if config.checkpoint.resume == "never":
+        refuse_lost_books(run_dir.path)
         raise ValueError(
             f"{where}: choose another run_name, or go on in it with checkpoint.resume=auto"
         )
