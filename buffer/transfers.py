@@ -10,12 +10,14 @@ learner offers anew to a buffer that has restarted. Time is passed in, in second
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from asyncrl.messages import OpenGroup, Outcome, Ready, Roster, RosterMember, Seat, Staged
 from asyncrl.types import WeightId
 from asyncrl.wire import Frame
+from buffer.broadcast import Broadcast
 from buffer.members import Member, Members
+from buffer.suspects import Suspects
 
 log = logging.getLogger(__name__)
 
@@ -37,41 +39,6 @@ class _Candidate:
     since: float
 
 
-@dataclass(slots=True)
-class _Broadcast:
-    """One roster, from its closing until the next one is closed."""
-
-    number: int
-    weights: WeightId
-    members: dict[str, list[str]]
-    """Devices by generator, in the order of their ranks."""
-    place: OpenGroup | None = None
-    staged: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    def has_reported(self, name: str) -> bool:
-        return name in self.staged or name in self.failed
-
-    def unreported(self) -> list[str]:
-        return [name for name in self.members if not self.has_reported(name)]
-
-    def seat(self, name: str) -> Seat | None:
-        """None before the sender listens."""
-        if self.place is None:
-            return None
-        names = list(self.members)
-        before = names[: names.index(name)]
-        return Seat(
-            roster=self.number,
-            host=self.place.host,
-            port=self.place.port,
-            backend=self.place.backend,
-            bucket_bytes=self.place.bucket_bytes,
-            rank=1 + sum(len(self.members[other]) for other in before),
-            size=1 + sum(map(len, self.members.values())),
-        )
-
-
 class Transfers:
     """The offer, who is ready for it, and the broadcast under way."""
 
@@ -87,8 +54,8 @@ class Transfers:
         """Refusals that the learner has not heard."""
         self._has: dict[str, WeightId] = {}
         """The newest that each generator has staged."""
-        self._suspects: set[str] = set()
-        self._broadcast: _Broadcast | None = None
+        self._suspects = Suspects()
+        self._broadcast: Broadcast | None = None
         self._last_number = 0
         self._last_asked: tuple[int, Roster] | None = None
         """The learner's last request that closed a roster, and the answer: it may be sent again."""
@@ -97,6 +64,8 @@ class Transfers:
         """From now on these are offered; whoever was ready for others is not any more."""
         if self.offer is None or self.offer.weights != weights:
             self._forget_answers()
+            if self._broadcast is not None and self._broadcast.place is None:
+                self._broadcast = None  # the learner did not come to hear of this roster
         self.offer = Offer(weights, manifest)
 
     def withdraw(self) -> None:
@@ -138,9 +107,9 @@ class Transfers:
             return Roster(roster=0, is_over=True)
         self._retire()
         names = self._choose(now)
-        refusals, self._untold = self._untold, {}
-        if not names and not refusals:
+        if not names and (not self._untold or self._trusted() or self._late()):
             return None
+        refusals, self._untold = self._untold, {}
         roster = Roster(roster=0, refusals=refusals)
         if names:
             roster = self._begin(weights, names, refusals)
@@ -159,9 +128,9 @@ class Transfers:
         weights, broadcast, name = self._weights(message), self._broadcast, member.name
         if not message.error:
             self._has[name] = max(weights, self._has.get(name, weights))
-            self._suspects.discard(name)
+            self._suspects.went_well(name)
         elif not message.is_lost:
-            self._suspects.add(name)
+            self._suspects.broke(name)
         if broadcast is None or broadcast.number != message.roster or not self._sits(name):
             return
         if message.error:
@@ -185,18 +154,32 @@ class Transfers:
     def _begin(self, weights: WeightId, names: list[str], refusals: dict[str, str]) -> Roster:
         self._last_number += 1
         taken = {name: self._ready.pop(name).devices for name in names}
-        self._broadcast = _Broadcast(self._last_number, weights, taken)
+        self._suspects.tried(names)
+        self._broadcast = Broadcast(self._last_number, weights, taken)
         members = [RosterMember(name=name, devices=devices) for name, devices in taken.items()]
         return Roster(roster=self._last_number, members=members, refusals=refusals)
 
     def _choose(self, now: float) -> list[str]:
         """Nobody, as long as others are worth waiting for."""
         self._ready = {n: c for n, c in self._ready.items() if self._is_alive(n)}
-        trusted = [name for name in self._ready if name not in self._suspects]
-        if not trusted:
-            return list(self._ready)[:1]
+        due, trusted = self._due(now), self._trusted()
+        if due or not trusted:
+            return due[:1]
         first = min(self._ready[name].since for name in trusted)
         return trusted if now - first >= JOIN_WINDOW_S or not self._late() else []
+
+    def _trusted(self) -> list[str]:
+        return [name for name in self._ready if name not in self._suspects]
+
+    def _due(self, now: float) -> list[str]:
+        """Suspects whose turn it is."""
+        followers = [m.name for m in self._members.alive() if m.name in self._followers]
+        return self._suspects.due(
+            self._ready,
+            is_alone=all(name in self._suspects for name in followers),
+            are_others_ready=bool(self._trusted()),
+            now=now,
+        )
 
     def _late(self) -> list[str]:
         """Those who lack the offer and have yet to say that they are ready."""
@@ -206,7 +189,8 @@ class Transfers:
             for m in self._members.alive()
             if m.name in self._followers
             and max(m.serving, self._has.get(m.name, m.serving)) < self.offer.weights
-            and not {m.name} & (self._ready.keys() | self._refusals.keys() | self._suspects)
+            and not {m.name} & (self._ready.keys() | self._refusals.keys())
+            and m.name not in self._suspects
         ]
 
     def _retire(self) -> None:
@@ -217,10 +201,10 @@ class Transfers:
             return
         for name in broadcast.unreported():
             if broadcast.place is not None:
-                self._suspects.add(name)
+                self._suspects.broke(name)
             elif self.offer is not None and self.offer.weights == broadcast.weights:
                 self._ready[name] = _Candidate(broadcast.members[name], float("-inf"))
-        self._suspects = {name for name in self._suspects if name in self._members.by_name}
+        self._suspects.keep(self._members.by_name)
 
     def _sits(self, name: str) -> bool:
         """It has a place in the broadcast under way, and has not left it."""

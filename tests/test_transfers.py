@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from asyncrl.messages import Hello, OpenGroup, Ready, Roster, Staged
 from asyncrl.types import WeightId
 from buffer.members import Member, Members
@@ -146,12 +148,14 @@ def test_a_refusal_is_told_once_and_ends_only_with_the_next_offer() -> None:
     scene = Scene("a", "b")
     scene.publish(V1)
     scene.ready("a", error="tensor x is missing")
-    roster = scene.close()
-    assert roster is not None
-    assert (roster.roster, roster.refusals) == (0, {"a": "tensor x is missing"})
+    assert scene.close() is None, "b is worth waiting for"
     scene.ready("b")
     roster = scene.close()
-    assert (names(roster), roster and roster.refusals) == (["b"], {})
+    assert roster is not None
+    assert (names(roster), roster.refusals) == (["b"], {"a": "tensor x is missing"})
+    scene.open(roster.roster)
+    scene.staged("b", roster.roster)
+    assert scene.close() is None
     seat = scene.transfers.seat(scene.generators["a"], V1)
     assert seat is not None and seat.is_over
     scene.publish(V2)
@@ -197,3 +201,50 @@ def test_who_has_the_version_but_does_not_serve_it_yet_is_not_waited_for() -> No
     scene.staged("b", roster.roster, error="no memory")
     scene.ready("b")
     assert names(scene.close()) == ["b"]
+
+
+def test_refusals_are_told_when_nobody_else_is_there() -> None:
+    scene = Scene("a", "b")
+    scene.publish(V1)
+    scene.ready("a", error="tensor x is missing")
+    scene.generators["b"].end("dead", since=0.0)
+    roster = scene.close()
+    assert roster is not None
+    assert (roster.roster, roster.refusals) == (0, {"a": "tensor x is missing"})
+
+
+def test_a_newer_offer_frees_those_whose_group_was_never_opened() -> None:
+    scene = Scene("a")
+    scene.publish(V1)
+    scene.ready("a")
+    assert names(scene.close()) == ["a"]  # the learner has news, and does not read the answer
+    scene.publish(V2)
+    seat = scene.transfers.seat(scene.generators["a"], V1)
+    assert seat is not None and seat.is_over
+    scene.ready("a", weights=V2)
+    assert names(scene.close(V2)) == ["a"]
+
+
+def test_a_suspect_is_sent_weights_although_others_are_always_ready() -> None:
+    scene = Scene("good", "bad")
+    rosters = [play_version(scene, version) for version in range(1, 200)]
+    turns = [version for version, names in enumerate(rosters, 1) if names == ["bad"]]
+    assert turns, "it was passed over for ever"
+    waits = [later - earlier for earlier, later in pairwise(turns)]
+    assert waits == sorted(waits), "it breaks every broadcast, and is tried more and more rarely"
+
+
+def play_version(scene: Scene, version: int) -> list[str]:
+    """Both are ready for each version at once, which takes a second; `bad` breaks its broadcasts.
+    Returns who was in the roster."""
+    weights = WeightId(1, version)
+    scene.publish(weights)
+    scene.ready("good", "bad", weights=weights)
+    scene.now += 1.0
+    roster = scene.close(weights)
+    assert roster is not None
+    scene.open(roster.roster)
+    for name in names(roster):
+        error = "the receiver is broken" if name == "bad" else ""
+        scene.staged(name, roster.roster, error=error)
+    return names(roster)

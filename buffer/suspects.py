@@ -1,0 +1,59 @@
+"""Generators that broke a broadcast: they are sent weights alone, the more rarely the more they
+break."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container
+
+PATIENCE_S = (20.0, 640.0)
+"""A suspect is passed over for others for so long, and twice as long each time that it breaks
+another broadcast, up to a most: others lose little to it, and it is sent weights all the same."""
+
+
+class Suspects:
+    """By name. Whoever gets a whole version is none any more."""
+
+    def __init__(self) -> None:
+        self._broken: dict[str, int] = {}
+        """Broadcasts in a row that each of them broke."""
+        self._passed_over: dict[str, float] = {}
+        """Since when one that is ready waits for its turn."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._broken
+
+    def broke(self, name: str) -> None:
+        self._broken[name] = self._broken.get(name, 0) + 1
+
+    def went_well(self, name: str) -> None:
+        self._broken.pop(name, None)
+
+    def tried(self, names: Collection[str]) -> None:
+        """They are in a broadcast."""
+        for name in names:
+            self._passed_over.pop(name, None)
+
+    def keep(self, names: Container[str]) -> None:
+        """Nobody else is known any more."""
+        self._broken = {name: n for name, n in self._broken.items() if name in names}
+        self._passed_over = {n: since for n, since in self._passed_over.items() if n in names}
+
+    def due(
+        self, ready: Collection[str], *, is_alone: bool, are_others_ready: bool, now: float
+    ) -> list[str]:
+        """Those of `ready` whose turn it is: they are alone (nobody else is sent weights), or it is
+        their first try again and nobody else is ready, or they were passed over for long enough.
+        Whoever waits for longest is first."""
+        due = []
+        for name in ready:
+            if name not in self._broken:
+                continue
+            waited_s = now - self._passed_over.setdefault(name, now)
+            is_first_try = self._broken[name] == 1 and not are_others_ready
+            if is_alone or is_first_try or waited_s >= self._patience_s(name):
+                due.append(name)
+        return sorted(due, key=self._passed_over.__getitem__)
+
+    def _patience_s(self, name: str) -> float:
+        first, longest = PATIENCE_S
+        return min(first * 2.0 ** min(self._broken[name] - 1, 16), longest)
