@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
+from pathlib import Path
 
 import pytest
+from scripted_peers import Generator, Learner, make_config
+from serving_buffer import Serving, play, serving
 
-from asyncrl.messages import Served
+from asyncrl.journal import open_read_only
+from asyncrl.messages import Served, WatchWeights
 from asyncrl.types import WeightId
+from buffer.arrivals import mean
 from buffer.members import Member
 from buffer.updates import MAX_KNOWN, Updates
 
@@ -161,3 +167,75 @@ def test_the_last_values_are_those_of_the_newest_version_that_somebody_serves() 
     values = updates.last_values()
     assert (values["last_version"], values["propagation_s"]) == (1, 0.5)
     assert values["paused_s"] == pytest.approx(0.251)
+
+
+async def update(here: Serving, generator: Generator, *, published_by: Learner) -> None:
+    """A step is trained by version 0's group, and the generator serves what comes of it."""
+    learner = published_by
+    await generator.ask(WatchWeights(have=list(generator.serving)))
+    for lease in await generator.lease(slots=4):
+        await generator.start(lease)
+        await generator.submit(lease)
+    await learner.fetch(learner.version)
+    await learner.commit()
+    generator.serving = WeightId(learner.inc, learner.version)
+    served = Served(inc=learner.inc, version=learner.version, seconds=SECONDS)
+    await generator.ask(served)
+    here.run.tick(now=here.run.began_at)
+
+
+def test_an_update_is_in_the_journal_the_status_and_once_in_the_learners_records(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, make_config(max_staleness=0)) as here:
+            learner, generator = here.learner(), here.generator()
+            await learner.register()
+            await update(here, generator, published_by=learner)
+            status = await generator.status()
+            await update(here, generator, published_by=learner)
+        weights = status["weights"]
+        assert (weights["transport"], weights["num_serving"]) == ("disk", 1)
+        assert weights["last_version"] == 1
+        assert weights["propagation_s"] >= 0
+        assert weights["paused_s"] == pytest.approx(0.251)
+        [told] = [record for record in learner.records if record.name == "weights"]
+        assert (told.step, told.values["transfer_mean_s"]) == (1, 0.5)
+
+    play(scenario())
+    with closing(open_read_only(tmp_path)) as database:
+        found = database.execute("SELECT inc, version, member, propagation_s FROM served")
+        rows = found.fetchall()
+    assert [row[:3] for row in rows] == [(1, 1, "generator-0"), (1, 2, "generator-0")]
+    assert all(row[3] >= 0 for row in rows)
+
+
+def test_a_buffer_that_comes_back_knows_the_last_rewards_and_not_when_weights_were_published(
+    tmp_path: Path,
+) -> None:
+    async def first() -> None:
+        async with serving(tmp_path, make_config(max_staleness=0)) as here:
+            learner, generator = here.learner(), here.generator()
+            await learner.register()
+            await update(here, generator, published_by=learner)
+
+    async def second() -> None:
+        async with serving(tmp_path, make_config(max_staleness=0)) as here:
+            late = here.generator("late")
+            assert (await late.status())["reward_mean"] == 0.5
+            await late.ask(WatchWeights(have=[0, 0]))
+            await late.ask(Served(inc=1, version=1, seconds=SECONDS))
+            status = await late.status()
+            assert "last_version" not in status["weights"]
+
+    play(first())
+    play(second())
+    with closing(open_read_only(tmp_path)) as database:
+        found = database.execute("SELECT propagation_s FROM served WHERE member='late'").fetchall()
+    assert found == [(None,)]
+
+
+def test_the_mean_of_rewards_near_the_largest_number_is_a_number() -> None:
+    assert mean([1.7e308, 1.7e308]) == 1.7e308
+    assert mean([1.0] * 10) == 1.0
+    assert mean([]) == 0.0
