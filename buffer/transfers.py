@@ -100,9 +100,10 @@ class Transfers:
 
     def close_roster(self, weights: WeightId, *, request: int, now: float) -> Roster | None:
         """Who is sent `weights` now; None: nobody yet. `request` is the number of the learner's
-        request: the same one gets the same roster."""
-        if self._last_asked is not None and request == self._last_asked[0]:
-            return self._last_asked[1]
+        request: the same one gets the same roster, and one before it nothing."""
+        if self._last_asked is not None and request <= self._last_asked[0]:
+            last, roster = self._last_asked
+            return roster if request == last else Roster(roster=0)
         if self.offer is None or self.offer.weights != weights:
             return Roster(roster=0, is_over=True)
         self._retire()

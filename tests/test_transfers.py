@@ -100,6 +100,11 @@ def test_the_same_request_gets_the_same_roster() -> None:
     first = scene.transfers.close_roster(V1, request=7, now=0.0)
     assert scene.transfers.close_roster(V1, request=7, now=1.0) is first
     assert names(first) == ["a"]
+    assert first is not None
+    assert scene.open(first.roster)
+    again = scene.transfers.close_roster(V1, request=6, now=1.0)
+    assert again is not None and not again.members
+    assert scene.transfers.seat(scene.generators["a"], V1), "an old request ends no broadcast"
 
 
 def test_members_of_a_group_that_was_never_opened_are_ready_again() -> None:
