@@ -7,7 +7,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tiny_fixtures", "generator_fixtures"]
+pytest_plugins = ["tiny_fixtures", "generator_fixtures", "scripted_run_fixtures"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on the network
 os.environ.setdefault("WANDB_MODE", "offline")

@@ -62,6 +62,7 @@ def test_a_mistake_that_one_rank_alone_finds_is_one_message_and_exit_code_2(
     assert "Traceback" not in finished.errors
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_do_not_touch_each_other(config: Path, tmp_path: Path) -> None:
     with (
         launched(config, "max_steps=3", directory=tmp_path, name="one") as one,
@@ -74,6 +75,7 @@ def test_two_runs_at_once_do_not_touch_each_other(config: Path, tmp_path: Path) 
     assert len(finished.steps) == 3
 
 
+@pytest.mark.slow
 def test_data_that_ends_before_max_steps_ends_the_run_well(
     config: Path, tmp_path: Path, random_tiny_task: Path
 ) -> None:

@@ -30,7 +30,7 @@ def test_nothing_outlives_the_launcher_nothing_else_is_touched_and_the_run_can_g
     config: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     unrelated = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    places = ("local.generators=2", "local.learner_ranks=2")
+    places = ("local.learner_ranks=2",)
     with launched(config, *places, directory=tmp_path) as launcher:
         launcher.wait_for_steps(5)
         children = launcher.children()
@@ -52,7 +52,7 @@ def test_nothing_outlives_the_launcher_nothing_else_is_touched_and_the_run_can_g
 def test_one_interrupt_lets_the_step_end_and_says_how_to_go_on(
     config: Path, tmp_path: Path
 ) -> None:
-    places = ("checkpoint.every=0", "local.generators=2")
+    places = ("checkpoint.every=0",)
     with launched(config, *places, directory=tmp_path) as launcher:
         launcher.wait_for_steps(2)
         children = launcher.children()

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from local_runs import Finished, run_local
 from rewards_by_text import checksum
 from safetensors.torch import load_file
+from scripted_run_fixtures import GROUPS, ROLLOUTS, STEPS
 from transformers import AutoTokenizer
 
 from asyncrl.config import Config
@@ -32,43 +32,10 @@ from learner.train_step import train_step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.whole]
 
-STEPS, GROUPS, ROLLOUTS = 6, 4, 4
-
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory, random_tiny_task: Path) -> Path:
-    """A configuration file for a random tiny model and the scripted engine."""
-    tree = {
-        "max_steps": STEPS,
-        "prompts_per_step": GROUPS,
-        "group_size": ROLLOUTS,
-        "algorithm": "grpo",
-        "model": {"path": str(random_tiny_task / "model"), "dtype": "float32"},
-        "data": {
-            "train_files": [str(random_tiny_task / "train.jsonl")],
-            "max_prompt_length": 8,
-            "max_response_length": 8,
-            "shuffle": False,
-        },
-        "reward": {"path": "tests/rewards_by_text.py:checksum", "workers": 1},
-        "generator": {"engine": "scripted", "scripted": {"tokens_per_s": 200}},
-        "buffer": {"zero_variance": "train"},
-        "learner": {"gradient_checkpointing": False, "optim": {"lr": 1e-3}},
-        "network": {"heartbeat_s": 1.0},
-    }
-    path = tmp_path_factory.mktemp("scripted") / "scripted.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
-
-
-@pytest.fixture(scope="module")
-def synchronous(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return run_local(config, "max_staleness=0", directory=tmp_path_factory.mktemp("sync"))
-
-
-@pytest.fixture(scope="module")
-def asynchronous(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return run_local(config, "max_staleness=2", directory=tmp_path_factory.mktemp("async"))
+def synchronous(scripted_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return run_local(scripted_config, "max_staleness=0", directory=tmp_path_factory.mktemp("sync"))
 
 
 def test_synchronous_run_trains_nothing_but_fresh_tokens(synchronous: Finished) -> None:
@@ -76,32 +43,32 @@ def test_synchronous_run_trains_nothing_but_fresh_tokens(synchronous: Finished) 
     assert [record["staleness/max"] for record in synchronous.steps] == [0] * STEPS
 
 
-def test_asynchronous_run_uses_its_bound_and_keeps_it(asynchronous: Finished) -> None:
-    assert asynchronous.code == 0, asynchronous.logs()
-    steps = asynchronous.steps
+def test_asynchronous_run_uses_its_bound_and_keeps_it(scripted_run: Finished) -> None:
+    assert scripted_run.code == 0, scripted_run.logs()
+    steps = scripted_run.steps
     assert len(steps) == STEPS
     assert max(record["staleness/max"] for record in steps) <= 2
     assert sum(record["staleness/mean"] for record in steps) / STEPS > 0.5
 
 
 def test_synchronous_run_equals_the_plain_loop_bit_for_bit(
-    synchronous: Finished, config: Path
+    synchronous: Finished, scripted_config: Path
 ) -> None:
-    parameters, batches = plain_loop(load_config(config, []))
+    parameters, batches = plain_loop(load_config(scripted_config, []))
     assert differing(parameters, synchronous) == []
     assert differing_batches(batches, synchronous) == []
 
 
 def test_plain_loop_in_which_one_wrong_version_is_served_differs(
-    synchronous: Finished, config: Path
+    synchronous: Finished, scripted_config: Path
 ) -> None:
-    parameters, batches = plain_loop(load_config(config, []), wrong_at=3)
+    parameters, batches = plain_loop(load_config(scripted_config, []), wrong_at=3)
     assert differing(parameters, synchronous) != []
     assert differing_batches(batches, synchronous) == [3]
 
 
-def test_every_issued_prompt_is_trained_and_fates_add_up(asynchronous: Finished) -> None:
-    with sqlite3.connect(asynchronous.run_dir / "journal.sqlite") as journal:
+def test_every_issued_prompt_is_trained_and_fates_add_up(scripted_run: Finished) -> None:
+    with sqlite3.connect(scripted_run.run_dir / "journal.sqlite") as journal:
         counts = dict(journal.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
     assert counts == {"trained": STEPS * GROUPS}
 

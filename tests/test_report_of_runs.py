@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from local_runs import Finished, launched, run_local, write_scripted_config
+from scripted_run_fixtures import GROUPS, STEPS
 
 from asyncrl.report.reading import read_run
 from asyncrl.report.summary import gather
@@ -42,16 +43,6 @@ addEventListener("load", () => {
 """A page beside the report that looks at it from outside: the report itself may run no script."""
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, random_tiny_task: Path) -> Finished:
-    directory = tmp_path_factory.mktemp("reported")
-    scripted = {"engine": "scripted", "scripted": {"mode": "fixed", "tokens_per_s": 200}}
-    config = write_scripted_config(
-        directory / "scripted.yaml", random_tiny_task, max_steps=5, generator=scripted
-    )
-    return run_local(config, directory=directory)
-
-
 def summary(page: Path) -> dict[str, str]:
     """The table of a report as it stands in the file."""
     rows = re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", page.read_text())
@@ -59,24 +50,24 @@ def summary(page: Path) -> dict[str, str]:
 
 
 def test_a_run_that_ended_says_where_its_report_is_and_its_numbers_are_those_of_the_metrics(
-    finished: Finished,
+    scripted_run: Finished,
 ) -> None:
-    page = finished.run_dir / "report" / "report.html"
-    assert f"report {page}" in finished.output, finished.logs()
+    page = scripted_run.run_dir / "report" / "report.html"
+    assert f"report {page}" in scripted_run.output, scripted_run.logs()
     lines = summary(page)
-    seconds = [record["time/step_s"] for record in finished.steps]
-    trained = sum(record["train/num_tokens"] for record in finished.steps)
-    assert lines["steps"] == "5 of 5"
-    assert lines["outcome"] == "all 5 steps of max_steps are trained"
+    seconds = [record["time/step_s"] for record in scripted_run.steps]
+    trained = sum(record["train/num_tokens"] for record in scripted_run.steps)
+    assert lines["steps"] == f"{STEPS} of {STEPS}"
+    assert lines["outcome"] == f"all {STEPS} steps of max_steps are trained"
     assert lines["median step"] == f"{statistics.median(seconds):.1f} s"
     assert lines["tokens trained, with prompts"] == f"{trained:,.0f}"
-    assert lines["prompts by fate"].startswith("60 = 20 trained")
+    assert lines["prompts by fate"].startswith(f"60 = {STEPS * GROUPS} trained")
     assert {path.stem for path in page.parent.glob("*.png")} >= {"reward", "staleness", "timeline"}
 
 
-def test_the_seconds_of_every_process_add_up_to_its_life(finished: Finished) -> None:
+def test_the_seconds_of_every_process_add_up_to_its_life(scripted_run: Finished) -> None:
     by_member = defaultdict(list)
-    for beat in read_run(finished.run_dir).beats:
+    for beat in read_run(scripted_run.run_dir).beats:
         by_member[beat.member].append((beat.at, sum(json.loads(beat.seconds).values())))
     assert len(by_member) == 3
     for name, heard in by_member.items():
@@ -85,8 +76,10 @@ def test_the_seconds_of_every_process_add_up_to_its_life(finished: Finished) -> 
         assert last_age == pytest.approx(life_s, rel=0.01, abs=0.03), name
 
 
-def test_the_row_of_every_process_adds_up_to_the_wall_time_of_the_run(finished: Finished) -> None:
-    facts = gather(read_run(finished.run_dir))
+def test_the_row_of_every_process_adds_up_to_the_wall_time_of_the_run(
+    scripted_run: Finished,
+) -> None:
+    facts = gather(read_run(scripted_run.run_dir))
     rows = {each.process: each.seconds for each in facts.shares}
     assert list(rows) == ["buffer", "learner", "generator-0"]
     for name, seconds in rows.items():
@@ -136,8 +129,8 @@ def test_a_report_that_cannot_be_written_is_a_warning_and_no_failure(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason="there is no Chromium on this machine")
-def test_a_browser_shows_the_report_whole_and_asks_nobody(finished: Finished) -> None:
-    page = finished.run_dir / "report" / "report.html"
+def test_a_browser_shows_the_report_whole_and_asks_nobody(scripted_run: Finished) -> None:
+    page = scripted_run.run_dir / "report" / "report.html"
     found, errors = seen_by_browser(page)
     assert errors == []
     assert found["requests"] == []
