@@ -128,9 +128,7 @@ class Publisher:
         slot = self._take_slot()
         if slot is not None:
             slot.allocate(policy, self._dtype)
-        for name, tensor in policy.gather(self._dtype):
-            if slot is not None:
-                slot.tensors[name].copy_(tensor)
+        policy.copy_into(slot.tensors if slot is not None else {}, self._dtype)
         if slot is not None:
             slot.weights = weights
             with self._state:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.config import Config
@@ -38,6 +39,17 @@ def save_model(directory: Path, *, family: str = "qwen3", tied: bool = True) -> 
         parameter.data.mul_(3.0)
     model.save_pretrained(directory)
     return directory
+
+
+def save_broken_model(directory: Path) -> tuple[Path, str]:
+    """A model with one number in it that is not finite, in the row of a token that no group has,
+    so that neither loss nor gradient shows it; and the name of the tensor."""
+    save_model(directory, tied=False)
+    tensors = load_file(directory / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    tensors[name][1, 3] = torch.nan
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory, name
 
 
 def make_config(model: Path, **learner: Any) -> Config:

@@ -196,6 +196,27 @@ def _parameters(policy: Policy) -> list[torch.Tensor]:
     return [tensor.clone() for _, tensor in policy.gather(torch.float32)]
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3.4e38])
+def test_a_parameter_that_is_not_finite_is_named_although_loss_and_gradient_are(
+    value: float, tmp_path: Path
+) -> None:
+    """3.4e38 is finite, but not in the type in which weights travel."""
+    config = make_config(save_model(tmp_path / "model", tied=False))
+    policy = load_policy(config, start_ranks())
+    with torch.no_grad():
+        dict(policy.masters())["model.embed_tokens.weight"][1, 0] = value
+    with pytest.raises(RuntimeError, match=r"tensor model\.embed_tokens\.weight is not finite"):
+        train_step(policy, Optimizer(policy, config.learner.optim), make_groups(2), config)
+
+
+def test_large_parameters_are_finite(model: Path) -> None:
+    policy = load_policy(make_config(model), start_ranks())
+    with torch.no_grad():
+        for _, parameter in policy.masters():
+            parameter.fill_(1e30)  # its square is not
+    policy.check_finite()
+
+
 def test_a_batch_without_a_loss_token_is_finite_and_moves_nothing(model: Path) -> None:
     config = make_config(model)
     policy = load_policy(config, start_ranks())

@@ -123,19 +123,6 @@ def test_a_snapshot_being_sent_is_not_overwritten(
     assert announced.weights == [WeightId(1, 1), WeightId(1, 4)]
 
 
-def test_a_weight_that_is_not_finite_is_named_and_not_published(
-    policy: Policy, publisher: Publisher, announced: Announced, tmp_path: Path
-) -> None:
-    name, parameter = list(policy.masters())[3]
-    with torch.no_grad():
-        parameter[0, 0] = torch.nan
-    with pytest.raises(RuntimeError, match=f"{name} is not finite"):
-        publisher.snapshot(policy, WeightId(1, 1))
-    assert publisher.close(drain_s=5)
-    assert not announced.weights
-    assert not list_versions(tmp_path / "weights")
-
-
 def test_a_failed_announcement_is_a_warning_and_is_made_again(
     policy: Policy,
     publisher: Publisher,
