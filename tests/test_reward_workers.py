@@ -66,7 +66,7 @@ def test_a_hanging_verifier_is_killed_while_16_others_are_scored(rewards: Reward
     started = time.monotonic()
     results = scores(rewards, *["yes"] * 8, "hang", *["no"] * 8)
     assert [r.reward for r in results] == [1.0] * 8 + [None] + [0.0] * 8
-    assert 0.6 <= time.monotonic() - started < 5
+    assert 0.6 <= time.monotonic() - started < 8
 
 
 def test_the_event_loop_stays_free_while_verifiers_hang(rewards: RewardWorkers) -> None:
@@ -78,7 +78,7 @@ def test_the_event_loop_stays_free_while_verifiers_hang(rewards: RewardWorkers) 
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
         return longest
 
-    assert asyncio.run(longest_gap()) < 0.1
+    assert asyncio.run(longest_gap()) < 0.3
 
 
 def test_an_async_reward_function_is_awaited() -> None:

@@ -112,7 +112,7 @@ def test_a_stuck_rollout_is_cancelled_in_time_for_the_others(
     config: Config, tokens: Tokens, rewards: RewardWorkers
 ) -> None:
     engine = FaultyEngine(config, {"hang": {0, 2}})
-    timeout_s = 2.0
+    timeout_s = 4.0
 
     async def scenario() -> tuple[SmallBuffer, float, list[int]]:
         leases = [lease(0, num_rollouts=4, timeout_s=timeout_s)]
@@ -195,7 +195,7 @@ def test_a_reward_that_never_returns_cannot_eat_the_end_of_a_lease(
     row = {"prompt": "___abc>", "source": "tiny", "answer": "hang", "extra": {}}
 
     async def scenario() -> tuple[SmallBuffer, float]:
-        leases = [lease(0, row=row, timeout_s=1.0), lease(1)]
+        leases = [lease(0, row=row, timeout_s=3.0), lease(1)]
         async with Scene(changed, tokens, workers, leases) as running:
             await running.buffer.until(lambda: len(running.buffer.started) == 2)
             began = time.monotonic()
@@ -208,8 +208,8 @@ def test_a_reward_that_never_returns_cannot_eat_the_end_of_a_lease(
         buffer, took = run(scenario())
     finally:
         workers.close()
-    assert took < 1.0
-    assert "not finished in 0.95 s of the lease's time" in buffer.failed[0].reason
+    assert took < 3.0
+    assert "not finished in 2.85 s of the lease's time" in buffer.failed[0].reason
     assert buffer.groups[0].id == (0, 1)
     assert [rollout.reward for rollout in buffer.groups[0].rollouts] == [1.0, 1.0]
 
