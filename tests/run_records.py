@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from asyncrl.journal import Journal
-from asyncrl.journal.tables import BeatRow, Change, EvalRow, GroupRow, StepRow
+from asyncrl.journal.tables import BeatRow, Change, EvalRow, GroupRow, ServedRow, StepRow
 from asyncrl.types import GroupId, Rollout, RolloutGroup
 from asyncrl.wire import encode_group
 
@@ -50,6 +50,7 @@ def write_run(directory: Path, *, model: Path | str = "no/model") -> Path:
     change = Change(
         groups=tuple(group_rows(journal)),
         steps=tuple(step_row(step) for step in range(STEPS)),
+        served=tuple(served_rows()),
         evals=(EvalRow(0, json.dumps({"step": 0, "values": {"accuracy": 0.25}})),),
         beats=tuple(beats()),
         meta={"committed": str(STEPS), "not_issued": "5"},
@@ -106,6 +107,24 @@ def step_row(step: int) -> StepRow:
     record = {"name": "buffer", "step": step, "values": buffer_values(step)}
     at = BEGAN + STEP_S * step
     return StepRow(step, GROUPS, BOUND, "", json.dumps(record), at)
+
+
+def served_rows() -> Iterator[ServedRow]:
+    """Two generators take versions 1, 2, 4 and 5; the second life of the learner publishes 4 once
+    more, to one of them, whose buffer does not know since when it could be had."""
+    for version in (1, 2, 4, 5):
+        for number, name in enumerate(("generator-0-aaaa", "generator-1-cccc")):
+            at = BEGAN + STEP_S * version + number
+            yield ServedRow(1, version, name, at, 1.0 + number, update_seconds(transfer_s=0.5))
+    late = BEGAN + PAUSE_S + 45
+    yield ServedRow(2, 4, "generator-0-bbbb", late, None, update_seconds(transfer_s=0.25))
+
+
+def update_seconds(*, transfer_s: float) -> str:
+    """0.03 s of rendezvous and verification, 0.1 s of pause."""
+    phases = {"rendezvous": 0.01, "transfer": transfer_s, "verify": 0.02, "wait": 0.0}
+    swap = {"pause": 0.02, "load": 0.07, "reset": 0.0, "resume": 0.01}
+    return json.dumps({**phases, **swap, "stage": 0.03 + transfer_s, "paused": 0.1})
 
 
 def group_rows(journal: Journal) -> Iterator[GroupRow]:

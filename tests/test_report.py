@@ -40,6 +40,7 @@ from asyncrl.report.series import (
     trained_steps,
 )
 from asyncrl.report.summary import (
+    brief,
     fates_text,
     gather,
     headline,
@@ -50,7 +51,7 @@ from asyncrl.report.summary import (
 from asyncrl.report.timeline import binned, drawn_lanes, known_lanes
 from asyncrl.shares import Lane, Span
 
-PICTURES = ["reward", "shares", "staleness", "throughput", "timeline"]
+PICTURES = ["reward", "shares", "staleness", "throughput", "timeline", "updates"]
 
 
 @pytest.fixture
@@ -319,6 +320,39 @@ def test_a_run_that_was_only_evaluated_has_a_picture_of_it(known: Path) -> None:
     assert (known / "report" / "reward.png").stat().st_size > 0
 
 
+def test_an_update_costs_what_learner_and_generators_said_of_its_last_publication(
+    known: Path,
+) -> None:
+    first, _, fourth, fifth = gather(read_run(known)).updates
+    assert (first.version, first.num_generators, first.blocked_s) == (1, 2, 1.0)
+    assert (first.propagation_s, first.longest_s) == (1.5, 2.0)
+    assert first.seconds["transfer"] == 0.5
+    assert first.on_the_way_s == pytest.approx(1.5 - 0.53 - 0.1)
+    assert (fourth.num_generators, fourth.propagation_s, fourth.on_the_way_s) == (1, None, None)
+    assert fourth.seconds["stage"] == pytest.approx(0.28)
+    assert fifth.version == 5
+
+
+def test_the_summary_has_the_medians_of_an_update(known: Path) -> None:
+    lines = dict(table(gather(read_run(known))))
+    assert lines["versions that generators served"] == "4"
+    found = {n.split(": ")[1]: v for n, v in lines.items() if n.startswith("a weight update")}
+    assert found == {
+        "learner blocked": "1.0 s",
+        "staging": "530 ms",
+        "generator paused": "100 ms",
+        "from publication to serving": "1.5 s",
+    }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 ms"), (0.0004, "0.4 ms"), (0.034, "34 ms"), (1.25, "1.2 s"), (61.0, "1 min 01 s")],
+)
+def test_seconds_of_an_update_are_short(seconds: float, text: str) -> None:
+    assert brief(seconds) == text
+
+
 def test_many_steps_and_many_processes_can_be_drawn(known: Path) -> None:
     lines = []
     for step in range(300):
@@ -345,7 +379,7 @@ def test_a_journal_that_is_damaged_is_named_in_one_message(known: Path) -> None:
 def test_a_journal_of_an_earlier_version_can_be_read(known: Path) -> None:
     execute(
         known,
-        "DROP TABLE beats; ALTER TABLE groups DROP COLUMN leased_at; "
+        "DROP TABLE beats; DROP TABLE served; ALTER TABLE groups DROP COLUMN leased_at; "
         "ALTER TABLE steps DROP COLUMN at;",
     )
     run = read_run(known)

@@ -8,8 +8,9 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.launch.time_table import brief, short, time_tables
+from asyncrl.launch.time_table import short, time_tables
 from asyncrl.report.reading import in_order
+from asyncrl.report.summary import brief
 
 SHOWN_LEASES = 5
 SHOWN_GONE = 5

@@ -101,11 +101,6 @@ def short(seconds: float | None) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
 
 
-def brief(seconds: float) -> str:
-    """As `34 ms`, else like `short`."""
-    return f"{1000 * seconds:.0f} ms" if seconds < 1 else short(seconds)
-
-
 def folded(text: str, width: float) -> str:
     """In lines of this width that end between two parts, not within one."""
     lines: list[str] = []

@@ -42,6 +42,11 @@ _PICTURES = {
         "Who worked and who waited",
         "The same along the clock of the run: the colours fill each row by the share of time.",
     ),
+    "updates": (
+        "What a weight update costs",
+        "Only what is blue holds up the learner, and only what is red the generators; all else "
+        "goes on beside their work. Mean over the generators that serve a version.",
+    ),
 }
 
 

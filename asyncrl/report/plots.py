@@ -26,6 +26,7 @@ from asyncrl.report.axes import (
 from asyncrl.report.series import averaged, sampling_speed, staleness_shares
 from asyncrl.report.summary import RunFacts
 from asyncrl.report.time_plots import shares_figure, timeline_figure
+from asyncrl.report.update_plots import updates_figure
 
 _COLUMNS = 300
 """Of the staleness picture: with more steps, a column is the mean of some."""
@@ -39,6 +40,7 @@ def draw_all(facts: RunFacts) -> dict[str, bytes]:
         "throughput": throughput_figure,
         "shares": shares_figure,
         "timeline": timeline_figure,
+        "updates": updates_figure,
     }
     drawn = {}
     with style():

@@ -21,6 +21,7 @@ from asyncrl.report.series import (
     trained_steps,
 )
 from asyncrl.report.timeline import drawn_lanes, known_lanes
+from asyncrl.report.updates import UpdateCost, median, update_costs
 from asyncrl.run_clock import RunClock
 from asyncrl.shares import Lane, Shares, shares
 from asyncrl.states import AWAY, is_waiting
@@ -42,6 +43,7 @@ class RunFacts(NamedTuple):
     evals: list[EvalPoint]
     lanes: list[Lane]
     """What each process did, on the clock of the run."""
+    updates: list[UpdateCost]
 
     @property
     def shares(self) -> list[Shares]:
@@ -52,7 +54,8 @@ class RunFacts(NamedTuple):
 def gather(run: RunRecords) -> RunFacts:
     clock = run_clock(run)
     lanes = known_lanes(run, clock)
-    return RunFacts(run, clock, trained_steps(run), evaluations(run), lanes)
+    steps = trained_steps(run)
+    return RunFacts(run, clock, steps, evaluations(run), lanes, update_costs(run, steps))
 
 
 def headline(facts: RunFacts) -> list[Line]:
@@ -99,6 +102,7 @@ def table(facts: RunFacts) -> list[Line]:
         lines.append(Line("wall time, pauses left out", duration(facts.clock.total_s)))
     if steps:
         lines += _step_lines(facts)
+    lines += _update_lines(facts.updates)
     lines += [
         Line(f"held-out accuracy, version {point.version}", f"{point.accuracy:.3f}")
         for point in (facts.evals[:1] + facts.evals[1:][-1:])
@@ -200,6 +204,29 @@ def _step_lines(facts: RunFacts) -> list[Line]:
     if skipped:
         lines.append(Line("steps skipped, loss or gradient not finite", f"{skipped:.0f}"))
     return lines
+
+
+def brief(seconds: float) -> str:
+    """As `0.4 ms`, `34 ms`, `1.2 s`, `42 s`, and longer ones as `duration`."""
+    if seconds < 1:
+        return f"{1000 * seconds:.{0 if seconds >= 0.002 or not seconds else 1}f} ms"
+    return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
+
+
+def _update_lines(costs: Sequence[UpdateCost]) -> list[Line]:
+    """Medians over versions."""
+    medians = (
+        ("learner blocked", median(cost.blocked_s for cost in costs)),
+        ("staging", median(cost.seconds.get("stage") for cost in costs)),
+        ("generator paused", median(cost.seconds.get("paused") for cost in costs)),
+        ("from publication to serving", median(cost.propagation_s for cost in costs)),
+    )
+    lines = [
+        Line(f"a weight update, median: {name}", brief(seconds))
+        for name, seconds in medians
+        if seconds is not None
+    ]
+    return [Line("versions that generators served", str(len(costs))), *lines] if costs else []
 
 
 def _waited_lines(facts: RunFacts) -> list[Line]:

@@ -1,0 +1,83 @@
+"""What the weight updates of a run cost, version by version."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from asyncrl.journal.tables import ServedRow
+from asyncrl.report.reading import RunRecords
+from asyncrl.report.series import TrainedStep
+
+STAGED = ("rendezvous", "transfer", "verify")
+SWAPPED = ("pause", "load", "reset", "resume")
+PREPARED = ("publish/write_s", "publish/describe_s")
+"""What the learner's publisher does before a version can be taken, by transport."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateCost:
+    """One published version; seconds, None where they are not known."""
+
+    version: int
+    blocked_s: float | None
+    """What the snapshot cost the learner."""
+    num_generators: int
+    """Generators that serve it."""
+    seconds: dict[str, float]
+    """Of each phase and of their sums `stage` and `paused`, mean over generators."""
+    propagation_s: float | None
+    """Mean over generators."""
+    longest_s: float | None
+    """The longest propagation."""
+
+    @property
+    def on_the_way_s(self) -> float | None:
+        """The part of the propagation in which a generator had yet to hear of it, or waited for a
+        seat."""
+        if self.propagation_s is None:
+            return None
+        known = sum(self.seconds.get(phase, 0.0) for phase in (*STAGED, "wait", *SWAPPED))
+        return max(0.0, self.propagation_s - known)
+
+
+def update_costs(run: RunRecords, steps: Sequence[TrainedStep]) -> list[UpdateCost]:
+    """Of all versions that a generator served, in order; of one that several lives of the learner
+    published, the last one's."""
+    blocked = {step.step + 1: step.number("time/snapshot_s") for step in steps}
+    rows: defaultdict[int, list[ServedRow]] = defaultdict(list)
+    for row in run.served:
+        before = rows[row.version]
+        if before and before[0].inc < row.inc:
+            before.clear()
+        before.append(row)
+    return [_cost(version, rows[version], blocked.get(version)) for version in sorted(rows)]
+
+
+def prepared_s(steps: Iterable[TrainedStep]) -> float | None:
+    """Median seconds of the publisher's own work before a version can be taken."""
+    known = [number for step in steps for name in PREPARED if (number := step.number(name))]
+    return statistics.median(known) if known else None
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Of those that are known."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _cost(version: int, rows: Sequence[ServedRow], blocked_s: float | None) -> UpdateCost:
+    by_generator = [json.loads(row.seconds) for row in rows]
+    phases = list(dict.fromkeys(phase for each in by_generator for phase in each))
+    arrived = [row.propagation_s for row in rows if row.propagation_s is not None]
+    return UpdateCost(
+        version=version,
+        blocked_s=blocked_s or None,
+        num_generators=len(rows),
+        seconds={p: statistics.fmean(each.get(p, 0.0) for each in by_generator) for p in phases},
+        propagation_s=statistics.fmean(arrived) if arrived else None,
+        longest_s=max(arrived, default=None),
+    )
