@@ -312,6 +312,9 @@ class Parity(Section):
     """Bound on the mean |difference| of logprobs, nats. Rounding of bfloat16 gives 0.01 to 0.05."""
     max_k3: PositiveFloat = 0.02
     """Bound on KL(generator || learner) per token. Rounding of bfloat16 gives up to 0.003."""
+    max_ratio_error: PositiveFloat = 0.01
+    """Bound on |mean ratio of probabilities - 1|, after four standard errors. Not 0 means that the
+    generator reports other probabilities than it samples with; rounding does not move it."""
     min_tokens: PositiveInt = 1000
     """Tokens at equal weights that a verdict needs; until then they are gathered, step after
     step."""
@@ -476,7 +479,10 @@ class Config(Section):
     @property
     def transport(self) -> Literal["collective", "disk"]:
         """What weights.transport comes to."""
-        return "collective" if self.weights.transport == "collective" else "disk"
+        if self.weights.transport != "auto":
+            return self.weights.transport
+        is_disk = self.weights.dir is not None or self.generator.engine == "scripted"
+        return "disk" if is_disk else "collective"
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Config:
