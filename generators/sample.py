@@ -63,7 +63,7 @@ async def _sample(config: Config, directory: Path) -> None:
         await engine.start()
         num_tokens = 0
         for turn in count():
-            groups = await _one_round(config, engine, prompts, turn, tokens.end_ids)
+            groups = await sample_round(config, engine, prompts, turn, tokens.end_ids)
             for number, group in enumerate(groups, start=turn * len(prompts)):
                 (directory / f"{number:06d}.group").write_bytes(encode_group(group))
             num_tokens += sum(group.num_response_tokens for group in groups)
@@ -87,7 +87,7 @@ async def _render(tokens: Tokens, row: Row) -> Int32Array | None:
         return None
 
 
-async def _one_round(
+async def sample_round(
     config: Config,
     engine: Engine,
     prompts: list[tuple[Row, Int32Array]],

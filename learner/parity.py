@@ -1,8 +1,9 @@
 """G8, same policy on both sides: their logprobs of the same tokens at equal weights, compared.
 
-What noise of bfloat16 looks like and what faults look like, in numbers: docs/parity.md. The mean
-ratio of learner to generator probability is 1 for any learner, as long as the generator reports the
-probabilities that it sampled with: alone it proves nothing, and it is not judged.
+What noise of bfloat16 looks like and what faults look like, in numbers: docs/parity.md. Three are
+judged. Mean gap and k3 say that the two sides differ, at whatever side. The mean ratio of learner's
+to generator's probability is 1 for any learner, so that alone it proves nothing; but it is 1 only
+if the generator reports the very probabilities that it samples with, whatever the noise.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from asyncrl.types import RolloutGroup, WeightId
 
 log = logging.getLogger(__name__)
 
+SURE = 4.0
+"""Standard errors that a mean of so many tokens may be off by chance."""
 CAUSES = (
     "logprobs of another distribution than the one sampled from, as raw ones in place of "
     "processed ones where sampling.temperature is not 1: in generators/vllm_start.py "
@@ -45,6 +48,8 @@ class Gap:
     num_tokens: int = 0
     ratio_mean: float = 0.0
     """Of learner's to generator's probability."""
+    ratio_error: float = 0.0
+    """Standard error of `ratio_mean`; tokens of one response are no less independent in it."""
     mean: float = 0.0
     """Of |learner - generator|; so are median and max. Nats."""
     median: float = 0.0
@@ -55,7 +60,8 @@ class Gap:
     def in_words(self) -> str:
         return (
             f"mean gap {self.mean:.4f}, median {self.median:.4f}, largest {self.max:.3f}, k3 "
-            f"{self.k3:.5f}, mean ratio {self.ratio_mean:.4f}, {self.num_tokens} tokens"
+            f"{self.k3:.5f}, mean ratio {self.ratio_mean:.4f} (+- {self.ratio_error:.4f}), "
+            f"{self.num_tokens} tokens"
         )
 
 
@@ -68,6 +74,7 @@ def measure(log_ratios: Tensor) -> Gap:
     return Gap(
         num_tokens=len(gaps),
         ratio_mean=float(ratios.mean()),
+        ratio_error=float(ratios.std(correction=0)) / len(ratios) ** 0.5,
         mean=float(gaps.mean()),
         median=float(gaps.median()),
         max=float(gaps.max()),
@@ -77,13 +84,15 @@ def measure(log_ratios: Tensor) -> Gap:
 
 def excesses(gap: Gap, limits: Parity) -> list[str]:
     """What is over its bound, with both numbers; empty when both sides are one policy."""
+    off, by_chance = abs(gap.ratio_mean - 1), SURE * gap.ratio_error
     judged = (
-        ("mean gap", gap.mean, "parity.max_gap_mean", limits.max_gap_mean),
-        ("k3", gap.k3, "parity.max_k3", limits.max_k3),
+        ("mean gap", gap.mean, limits.max_gap_mean, "parity.max_gap_mean"),
+        ("k3", gap.k3, limits.max_k3, "parity.max_k3"),
+        ("|mean ratio - 1|", off, limits.max_ratio_error + by_chance, "parity.max_ratio_error"),
     )
     return [
-        f"{name} is {value:.4f}, {key} is {limit:g}"
-        for name, value, key, limit in judged
+        f"{name} is {value:.4f} (at most {limit:.4g}: {key})"
+        for name, value, limit, key in judged
         if not value <= limit  # nor is NaN
     ]
 

@@ -47,13 +47,24 @@ def test_the_mean_ratio_is_1_for_a_learner_of_any_other_policy_and_k3_is_its_div
     assert gap.ratio_mean == pytest.approx(1, abs=0.03)
     divergence = float((generator.exp() * (generator - learner)).sum())
     assert gap.k3 == pytest.approx(divergence, rel=0.03)
-    assert len(excesses(gap, Parity())) == 2
+    assert [text.split(" is ")[0] for text in excesses(gap, Parity())] == ["mean gap", "k3"]
+
+
+def test_logprobs_of_another_distribution_than_the_one_sampled_from_move_the_mean_ratio() -> None:
+    """A temperature so near 1 that the gap is below its bound."""
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(12)
+    sampled = torch.log_softmax(logits / 0.9, 0)
+    tokens = torch.multinomial(sampled.exp(), 50_000, replacement=True)
+    gap = measure((sampled - torch.log_softmax(logits, 0))[tokens])
+    (found,) = excesses(gap, Parity())
+    assert found.startswith("|mean ratio - 1| is 0.0") and "parity.max_ratio_error" in found
 
 
 def test_what_is_over_a_bound_is_named_with_both_numbers_and_the_usual_causes() -> None:
-    gap = Gap(num_tokens=1234, ratio_mean=1.5, mean=0.31, median=0.2, max=3.0, k3=0.015)
+    gap = Gap(num_tokens=1234, ratio_mean=1.5, ratio_error=0.2, mean=0.31, max=3.0, k3=0.015)
     found = excesses(gap, Parity())
-    assert found == ["mean gap is 0.3100, parity.max_gap_mean is 0.15"]
+    assert found == ["mean gap is 0.3100 (at most 0.15: parity.max_gap_mean)"]
     text = refusal(gap, found)
     for part in (found[0], "1234 tokens", "mean ratio 1.5", "0.01500", "largest 3.000"):
         assert part in text
@@ -63,7 +74,7 @@ def test_what_is_over_a_bound_is_named_with_both_numbers_and_the_usual_causes() 
 
 
 def test_a_gap_that_is_no_number_is_over_every_bound() -> None:
-    assert len(excesses(measure(torch.tensor([0.0, math.nan])), Parity())) == 2
+    assert len(excesses(measure(torch.tensor([0.0, math.nan])), Parity())) == 3
 
 
 def at(version: int | list[int], *, inc: int = 1, position: int = 0) -> RolloutGroup:
@@ -101,9 +112,9 @@ def watch_of(engine: str = "vllm", **parity: Any) -> ParityWatch:
 def look(
     watch: ParityWatch, step: int, gap: float, *, num_tokens: int = 10, replayed: bool = False
 ) -> dict[str, float]:
-    """One group of that step's version; each of its tokens is `gap` apart."""
+    """One group of that step's version; each of its tokens is `gap` apart, one way or the other."""
     columns = torch.zeros(6, num_tokens)
-    columns[1] = gap
+    columns[1] = gap * (-1) ** torch.arange(num_tokens)
     return watch.look([at(step)], columns, step=step, replayed=replayed)
 
 

@@ -106,13 +106,16 @@ def _table(config: Config, gap: dict[str, float], seconds: dict[str, float]) -> 
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("at equal weights")
     table.add_column("measured", justify="right")
-    table.add_column("at most", justify="right")
+    table.add_column("bound", justify="right")
     rows = [
         ("mean |difference| of logprobs", f"{gap['mean']:.5f}", f"{limits.max_gap_mean:g}"),
         ("k3, KL per token", f"{gap['k3']:.5f}", f"{limits.max_k3:g}"),
+        (
+            *("mean ratio of probabilities", f"{gap['ratio_mean']:.5f}"),
+            f"1 +- {limits.max_ratio_error:g} +- {gap['ratio_error']:.5f} by chance",
+        ),
         ("median |difference|", f"{gap['median']:.5f}", ""),
-        ("largest |difference|", f"{gap['max']:.4f}", ""),
-        ("mean ratio of probabilities", f"{gap['ratio_mean']:.4f}", ""),
+        ("largest |difference|", f"{gap['max']:.5f}", ""),
         ("tokens", f"{gap['num_tokens']:,}", ""),
         ("temperature", f"{config.sampling.temperature:g}", ""),
         *((f"seconds of the {name}", f"{spent:.1f}", "") for name, spent in seconds.items()),
