@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 from run_records import STALENESS, write_run
 
 from asyncrl.journal.tables import SCHEMA
-from asyncrl.launch.show import Filter, group_lines, select, visible
+from asyncrl.launch.show import Filter, group_lines, select, show_rollouts, visible
+from asyncrl.report.export import export_run
 from asyncrl.report.reading import read_run
 from asyncrl.report.rollouts import show, text_decoder, version_spans
 
@@ -152,3 +154,13 @@ def test_an_unknown_run_is_a_mistake(tmp_path: Path) -> None:
     done = command(tmp_path / "nowhere")
     assert done.returncode == 2
     assert "neither a run directory" in done.stderr
+
+
+def test_a_replay_names_the_run_whose_prompts_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "run_id").write_text("one")
+    (tmp_path / "replay_of.json").write_text('{"path": "/runs/recorded", "run_id": "two"}')
+    told = f"{tmp_path} is a replay: its prompts and responses are those of /runs/recorded"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        show_rollouts(str(tmp_path), wanted=Filter(), limit=1, as_json=False)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        export_run(str(tmp_path), out=None, step=None, fate=None)

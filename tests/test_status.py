@@ -98,9 +98,7 @@ def printed(values: dict[str, Any], *, width: int = 140) -> str:
 def test_the_head_of_the_screen_adds_up() -> None:
     lines = dict(head_lines(VALUES))
     assert lines["step"] == "8 of 20 trained"
-    assert lines["weights"] == (
-        "version 8, published 7, 1 behind (collective); 1 of 2 generators serve it"
-    )
+    assert lines["weights"] == ("version 8, published 7, 1 behind (collective), served by 1 of 2")
     assert lines["last update"] == (
         "version 7: 310 ms from publication to serving, engine paused 42 ms"
     )
@@ -196,6 +194,15 @@ def test_in_80_columns_each_member_still_has_one_row() -> None:
     assert header.split() == ["member", "state", "since", "version", "tokens/s", "leases"]
     pids = [row.strip() for row in rows if row.startswith("pids")]
     assert pids == ["pids on one: learner-cc 11", "pids on two: generator-0-aa 12"]
+
+
+def test_a_long_state_stands_below_the_table_in_full() -> None:
+    state = "generating, weights 1.12 were not taken: the shape of layers.3.weight is another"
+    learner, generator, dead = VALUES["members"]
+    text = printed(VALUES | {"members": [learner, generator | {"state": state}, dead]}, width=120)
+    [row] = [row for row in text.splitlines() if row.startswith("generator-0-aa  ")]
+    assert "generating, see below" in row
+    assert f"generator-0-aa: {state}" in text
 
 
 def test_a_run_without_members_and_one_that_has_ended_are_screens_too() -> None:

@@ -7,11 +7,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from local_runs import Finished
 from scripted_peers import Generator, Learner, make_config
 from serving_buffer import Serving, play, serving
 
 from asyncrl.journal import open_read_only
 from asyncrl.messages import Served, WatchWeights
+from asyncrl.report.reading import read_run
+from asyncrl.report.summary import gather
 from asyncrl.types import WeightId
 from buffer.arrivals import mean
 from buffer.members import Member
@@ -239,3 +242,22 @@ def test_the_mean_of_rewards_near_the_largest_number_is_a_number() -> None:
     assert mean([1.7e308, 1.7e308]) == 1.7e308
     assert mean([1.0] * 10) == 1.0
     assert mean([]) == 0.0
+
+
+@pytest.mark.e2e
+def test_a_run_tells_in_its_metrics_and_its_report_what_its_updates_cost(
+    scripted_run: Finished,
+) -> None:
+    facts = gather(read_run(scripted_run.run_dir))
+    served = {cost.version: cost for cost in facts.updates}
+    told = {r["step"]: r for r in scripted_run.records if "weights/num_served" in r}
+    assert told, scripted_run.logs()
+    assert {v for v, r in told.items() if r["weights/num_served"]} <= served.keys()
+    for version, cost in served.items():
+        assert cost.blocked_s is not None
+        assert cost.blocked_s > 0
+        assert cost.propagation_s is not None
+        assert cost.propagation_s >= cost.seconds["stage"] + cost.seconds["paused"]
+        if version in told:
+            assert told[version]["weights/stage_mean_s"] == pytest.approx(cost.seconds["stage"])
+    assert (scripted_run.run_dir / "report" / "updates.png").stat().st_size > 0

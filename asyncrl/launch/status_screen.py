@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rich.console import Group, JustifyMethod, RenderableType
@@ -16,6 +17,10 @@ SHOWN_LEASES = 5
 SHOWN_GONE = 5
 """Dead members, and those that have left, that have a row."""
 SHOWN_REFUSED = 2
+LONG_STATE = 36
+"""Characters of a state above which it stands below the table."""
+_AND = re.compile("[,;:] ")
+"""Between the parts of a state."""
 WIDE = 110
 """Columns of a terminal from which on the table of members has all of its columns."""
 MEMBER_COLUMNS = (
@@ -30,6 +35,7 @@ def screen(values: Values, *, width: int) -> RenderableType:
     is_wide = width >= WIDE
     members = members_table(values, is_wide=is_wide)
     parts: list[RenderableType] = [_head(values), _waiting(values), members]
+    parts += [Text(line, style="yellow") for line in state_lines(values)]
     parts += [Text(line, style="dim") for line in process_lines(values) if not is_wide]
     parts += [Text(line, style="yellow") for line in refused_lines(values)]
     parts += time_tables(values.get("time") or [], width=width)
@@ -79,7 +85,7 @@ def weights_text(values: Values) -> str:
     by = f" ({weights['transport']})" if weights.get("transport") else ""
     text = f"version {values['version']}, published {values['published']}{late}{by}"
     if weights.get("num_generators"):
-        text += f"; {weights['num_serving']} of {weights['num_generators']} generators serve it"
+        text += f", served by {weights['num_serving']} of {weights['num_generators']}"
     return text
 
 
@@ -175,7 +181,7 @@ def member_cells(member: Values, values: Values) -> dict[str, str]:
     if leases is None:
         leases = sum(lease["member"] == member["name"] for lease in values.get("leases", []))
     is_generator = member["role"] == "generator"
-    state = member["state"] if member["alive"] or member["state"] in ("dead", "left") else "dead"
+    state = _state(member) if member["alive"] or member["state"] in ("dead", "left") else "dead"
     cells = (
         member["name"],
         f"{member['host']}:{member['pid']}",
@@ -188,6 +194,18 @@ def member_cells(member: Values, values: Values) -> dict[str, str]:
         f"{short(member['last_seen_s'])} ago",
     )
     return dict(zip(MEMBER_COLUMNS, cells, strict=True))
+
+
+def _state(member: Values) -> str:
+    """Without what makes it long."""
+    state = str(member["state"])
+    return state if len(state) <= LONG_STATE else f"{_AND.split(state)[0]}, see below"
+
+
+def state_lines(values: Values) -> list[str]:
+    """The states that are too long for the table."""
+    there = [member for member in values["members"] if member["alive"]]
+    return [f"{m['name']}: {m['state']}" for m in there if len(m["state"]) > LONG_STATE]
 
 
 def process_lines(values: Values) -> list[str]:
