@@ -20,7 +20,11 @@ settings.load_profile("asyncrl")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where pytest-xdist runs several tests at a time (--dist loadgroup), a file stays in one
-    piece, and a whole run has no other beside it: timeouts stay what they are."""
+    piece, but no two engines and no two whole runs share the machine."""
     for item in items:
-        group = "whole runs" if item.get_closest_marker("whole") else item.path.name
+        group = item.path.name
+        if item.get_closest_marker("vllm"):
+            group = "engines"
+        elif item.get_closest_marker("whole"):
+            group = "whole runs"
         item.add_marker(pytest.mark.xdist_group(group))
