@@ -49,6 +49,7 @@ from asyncrl.report.summary import (
     waiting_shares,
 )
 from asyncrl.report.timeline import binned, drawn_lanes, known_lanes
+from asyncrl.report.updates import stagings
 from asyncrl.shares import Lane, Span
 
 PICTURES = ["reward", "shares", "staleness", "throughput", "timeline", "updates"]
@@ -331,6 +332,13 @@ def test_an_update_costs_what_learner_and_generators_said_of_its_last_publicatio
     assert (fourth.num_generators, fourth.propagation_s, fourth.on_the_way_s) == (1, None, None)
     assert fourth.seconds["stage"] == pytest.approx(0.28)
     assert fifth.version == 5
+
+
+def test_staging_ends_where_the_swap_begins(known: Path) -> None:
+    member, begin, end = stagings(read_run(known))[0]
+    assert member == "generator-0-aaaa"
+    assert end == pytest.approx(BEGAN + STEP_S - 0.1)
+    assert end - begin == pytest.approx(0.53)
 
 
 def test_the_summary_has_the_medians_of_an_update(known: Path) -> None:

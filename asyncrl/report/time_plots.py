@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from asyncrl.report.axes import WIDTH_IN, time_axis, time_unit
+from asyncrl.report.axes import GREEN, WIDTH_IN, time_axis, time_unit
 from asyncrl.report.summary import RunFacts
 from asyncrl.report.timeline import binned, drawn_lanes
+from asyncrl.report.updates import stagings
 from asyncrl.shares import Shares
 from asyncrl.states import AWAY, COLORS, STATES, is_waiting, percentages
 
@@ -24,6 +26,8 @@ _NUMBER_SEEN = 4
 _BINS = 900
 _BAND, _GAP = 40, 5
 """Pixels of a process's band in the timeline, and above and below it."""
+_STAGING_AT = 0.955
+"""Where in the height of its row a generator's staging is drawn."""
 _LEGEND_ROWS_IN, _ROW_IN = 1.25, 0.42
 
 
@@ -62,12 +66,31 @@ def timeline_figure(facts: RunFacts) -> Figure | None:
     parts = [binned(lane, edges) for lane in lanes]
     image = np.concatenate([_band(each) for each in parts])
     axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, end, rows, 0))
-    _legend(figure, _visible([{s: float(p.sum()) for s, p in each.items()} for each in parts]))
+    staged = _draw_stagings(axes, facts, [lane.name for lane in lanes])
+    seen = _visible([{s: float(p.sum()) for s, p in each.items()} for each in parts])
+    _legend(figure, seen, also=staged)
     axes.set_yticks([row + 0.5 for row in range(rows)], [lane.name for lane in lanes])
     axes.tick_params(axis="y", length=0)
     axes.grid(False)
     time_axis(axes, facts.clock)
     return figure
+
+
+def _draw_stagings(axes: Axes, facts: RunFacts, names: list[str]) -> list[Artist]:
+    """A line along the bottom of a generator's row while it stages new weights; returns what the
+    legend is to show."""
+    clock, unit_s = facts.clock, time_unit(facts.clock.total_s)[0]
+    drawn: list[Artist] = []
+    for member, begin, end in stagings(facts.run):
+        name = member if member in names else member.rpartition("-")[0]
+        if name in names:
+            ends = clock.seconds(begin) / unit_s, clock.seconds(end) / unit_s
+            label = "staging new weights, beside it"
+            at = names.index(name) + _STAGING_AT
+            drawn += axes.plot(
+                ends, (at, at), color=GREEN, linewidth=2.5, label=label, solid_capstyle="butt"
+            )
+    return drawn[:1]
 
 
 def _bar(axes: Axes, row: int, each: Shares) -> None:
@@ -104,13 +127,13 @@ def _visible(parts: Sequence[dict[str, float]]) -> list[str]:
     return [state for state, share in shares.items() if share > _SHARE_SEEN]
 
 
-def _legend(figure: Figure, states: Iterable[str]) -> None:
+def _legend(figure: Figure, states: Iterable[str], also: Sequence[Artist] = ()) -> None:
     """One entry for each colour: states of different roles may share one."""
     by_color: dict[str, list[str]] = {}
     for state in states:
         by_color.setdefault(COLORS[state], []).append(state)
     patches = [_patch(color, alike) for color, alike in by_color.items()]
-    figure.legend(handles=patches, loc="outside upper center", ncols=3, handlelength=1.4)
+    figure.legend(handles=[*patches, *also], loc="outside upper center", ncols=3, handlelength=1.4)
 
 
 def _patch(color: str, alike: list[str]) -> Patch:

@@ -7,13 +7,15 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from asyncrl.report.axes import BLUE, GREEN, ORANGE, RED, WIDTH_IN, line
+from asyncrl.report.axes import BLUE, GREEN, MANY_STEPS, ORANGE, RED, WIDTH_IN, line
+from asyncrl.report.series import smoothed
 from asyncrl.report.summary import RunFacts, brief
 from asyncrl.report.updates import STAGED, SWAPPED, UpdateCost, median, prepared_s
 
 GREY = "#a9b1ba"
+NOTHING_S = 5e-5
 
 
 class _Part(NamedTuple):
@@ -39,7 +41,6 @@ def updates_figure(facts: RunFacts) -> Figure | None:
 
 def _by_version(axes: Axes, costs: list[UpdateCost]) -> None:
     versions = [float(cost.version) for cost in costs]
-    longest = [cost.longest_s for cost in costs]
     series: list[tuple[str, str, list[float | None]]] = [
         ("publication to serving", ORANGE, [cost.propagation_s for cost in costs]),
         ("staging", GREEN, [cost.seconds.get("stage") for cost in costs]),
@@ -47,13 +48,27 @@ def _by_version(axes: Axes, costs: list[UpdateCost]) -> None:
         ("learner blocked", BLUE, [cost.blocked_s for cost in costs]),
     ]
     for label, color, values in series:
-        line(axes, versions, [value or None for value in values], color=color, label=label)
-    known = [(at, value) for at, value in zip(versions, longest, strict=True) if value]
-    axes.plot([at for at, _ in known], [value for _, value in known], ":", color=ORANGE)
+        line(axes, versions, [_seen(value) for value in values], color=color, label=label)
+    _last(axes, costs)
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: brief(seconds)))
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        set_formatter(FuncFormatter(lambda seconds, _: brief(seconds)))
     axes.set(xlabel="policy version (dotted: until the last generator serves it)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _last(axes: Axes, costs: list[UpdateCost]) -> None:
+    """Until the last generator serves it; a moving mean where that is drawn of the others."""
+    known = [(cost.version, cost.longest_s) for cost in costs if cost.longest_s is not None]
+    window = max(5, len(known) // 20) if len(known) >= MANY_STEPS else 1
+    longest = smoothed([seconds for _, seconds in known], window=window)
+    axes.plot([version for version, _ in known], longest, ":", color=ORANGE)
+
+
+def _seen(seconds: float | None) -> float | None:
+    """None for what is nothing but the cost of looking at the clock."""
+    return seconds if seconds is not None and seconds >= NOTHING_S else None
 
 
 def _parts(facts: RunFacts) -> list[_Part]:
@@ -70,7 +85,8 @@ def _parts(facts: RunFacts) -> list[_Part]:
             for phase, color in [*staged, ("wait", GREY), *swapped]
         ),
     ]
-    return [_Part(name, seconds, color) for name, seconds, color in found if seconds]
+    seen = [(name, _seen(seconds), color) for name, seconds, color in found]
+    return [_Part(name, seconds, color) for name, seconds, color in seen if seconds is not None]
 
 
 def _usual(axes: Axes, parts: list[_Part]) -> None:

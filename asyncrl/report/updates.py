@@ -57,6 +57,16 @@ def update_costs(run: RunRecords, steps: Sequence[TrainedStep]) -> list[UpdateCo
     return [_cost(version, rows[version], blocked.get(version)) for version in sorted(rows)]
 
 
+def stagings(run: RunRecords) -> list[tuple[str, float, float]]:
+    """(generator, from, to) of every version that was staged, seconds since 1970."""
+    found = []
+    for row in run.served:
+        seconds = json.loads(row.seconds)
+        end = row.at - sum(seconds.get(phase, 0.0) for phase in ("wait", *SWAPPED))
+        found.append((row.member, end - seconds.get("stage", 0.0), end))
+    return [(name, begin, end) for name, begin, end in found if end > begin]
+
+
 def prepared_s(steps: Iterable[TrainedStep]) -> float | None:
     """Median seconds of the publisher's own work before a version can be taken."""
     known = [number for step in steps for name in PREPARED if (number := step.number(name))]
