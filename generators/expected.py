@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from asyncrl.manifest import Manifest, TensorSpec, WeightsError, check_names
+from asyncrl.manifest import Manifest, TensorSpec, check_names
 from generators.engine import StagingError
 
 
@@ -39,5 +39,5 @@ def check_manifest(manifest: str, model_dir: Path, dtype: str) -> None:
         version = Manifest.parse(manifest.encode())
         where = f"the manifest of weights {version.weights}"
         check_names(version.entries(), expected_tensors(model_dir, dtype), where=where)
-    except WeightsError as error:
+    except ValueError as error:  # WeightsError is one; another: the model has no such files
         raise StagingError(str(error)) from None

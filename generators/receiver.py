@@ -81,6 +81,9 @@ class Receiver:
         self.rendezvous_s = time.monotonic() - began
         try:
             yield group
+        except BaseException:
+            group.abort()
+            raise
         finally:
             with suppress(TimeoutError):
                 Disposable(group.close, name="leave-weights").result(timeout_s=stall_s)

@@ -109,16 +109,21 @@ class WeightsIn:
         self._num_lost = self._num_lost + 1 if self._is_lost else 0
 
     async def _pause(self, failed: WeightId) -> None:
-        """Until it is time to try `failed` again, or there is something newer. What was lost by
-        another's fault is tried again at once, what does not fit never."""
-        if self._num_lost == 1:
-            return
-        is_refused = isinstance(self._failure, RefusedWeights)
+        """Until it is time to try `failed` again, or there is something newer."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if is_refused else self._retry_s):
+            async with asyncio.timeout(self._patience_s()):
                 while await self._newer(failed) is None:
                     pass
-        self._retry_s = min(2 * self._retry_s, RETRY_S[1])
+
+    def _patience_s(self) -> float | None:
+        """What was lost by another's fault is tried again at once, and soon if it is lost again;
+        what fails here later and later; what does not fit never (None)."""
+        if isinstance(self._failure, RefusedWeights):
+            return None
+        if self._is_lost:
+            return RETRY_S[0] if self._num_lost > 1 else 0.0
+        patience_s, self._retry_s = self._retry_s, min(2 * self._retry_s, RETRY_S[1])
+        return patience_s
 
     async def _newer(self, have: WeightId) -> Source | None:
         """The newest weights, if there are any to take that are newer than `have`."""
