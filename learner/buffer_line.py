@@ -51,6 +51,8 @@ class BufferLine:
     """Requests to the buffer. On the lead, methods raise Unreachable (after `patience_s`, within
     which a buffer may restart) or RefusedError."""
 
+    is_recorded = False
+
     def __init__(self, connection: Connection | None, *, ranks: Ranks, patience_s: float) -> None:
         """`connection` is what `join` returned on the lead, and None on the other ranks."""
         self._ranks = ranks

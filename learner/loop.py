@@ -153,7 +153,8 @@ class Learner:
         step, batch = self.version, packet.message
         groups = [decode_group(frame) for frame in packet.frames]
         ages = staleness_metrics(groups, step=step, max_staleness=batch.max_staleness)
-        check = partial(self.parity.look, groups, step=step, replayed=batch.replayed)
+        is_new = not (batch.replayed or self.line.is_recorded)
+        check = partial(self.parity.look, groups, step=step, is_judged=is_new)
         values = train_step(
             self.policy, self.optimizer, groups, self.config, clock=self.clock, check=check
         )

@@ -147,16 +147,16 @@ class ParityWatch:
         return self._trouble
 
     def look(
-        self, groups: list[RolloutGroup], columns: Tensor, *, step: int, replayed: bool
+        self, groups: list[RolloutGroup], columns: Tensor, *, step: int, is_judged: bool
     ) -> dict[str, float]:
         """Metrics of one step, before its optimizer step; `columns` as of token_metrics.
 
-        Raises NotSamePolicy, alike on all ranks. Replayed steps are measured and never judged.
+        Raises NotSamePolicy, alike on all ranks. Steps that are not judged are measured only.
         """
         now = WeightId(self._start.inc, step)
         is_equal = rows_at_equal_weights(groups, now, self._start.version)
         log_ratios = columns[1][is_equal[columns[4].long()]]
-        if self._judges and not replayed:
+        if self._judges and is_judged:
             self._kept.append(log_ratios)
             if sum(map(len, self._kept)) >= self._limits.min_tokens:
                 self._judge(measure(torch.cat(self._kept)), step)

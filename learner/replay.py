@@ -26,6 +26,8 @@ class JournalLine:
     """The batches that a recorded run has trained, in their order, up to its last commit or
     `max_steps`. The lead reads, and passes on to the other ranks."""
 
+    is_recorded = True
+
     def __init__(self, recorded: RecordedRun, *, ranks: Ranks, max_steps: int | None) -> None:
         self._recorded = recorded
         self._ranks = ranks

@@ -20,6 +20,9 @@ from learner.policy import Policy
 class Line(Protocol):
     """Has the batches, and hears what became of them."""
 
+    is_recorded: bool
+    """Its batches are those of another run: perhaps not sampled by this learner's versions."""
+
     def give_signs_of_life(self, look: Callable[[], Heartbeat]) -> None:
         """From now on the signs of life are what `look` returns."""
 

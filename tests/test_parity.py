@@ -110,12 +110,12 @@ def watch_of(engine: str = "vllm", **parity: Any) -> ParityWatch:
 
 
 def look(
-    watch: ParityWatch, step: int, gap: float, *, num_tokens: int = 10, replayed: bool = False
+    watch: ParityWatch, step: int, gap: float, *, num_tokens: int = 10, is_judged: bool = True
 ) -> dict[str, float]:
     """One group of that step's version; each of its tokens is `gap` apart, one way or the other."""
     columns = torch.zeros(6, num_tokens)
     columns[1] = gap * (-1) ** torch.arange(num_tokens)
-    return watch.look([at(step)], columns, step=step, replayed=replayed)
+    return watch.look([at(step)], columns, step=step, is_judged=is_judged)
 
 
 def test_the_first_verdict_refuses_and_later_ones_alarm(caplog: pytest.LogCaptureFixture) -> None:
@@ -151,6 +151,6 @@ def test_too_few_tokens_give_no_verdict_and_are_gathered_until_there_are_enough(
 @pytest.mark.parametrize("kind", ["replayed", "scripted"])
 def test_replayed_steps_and_made_up_logprobs_are_measured_and_never_judged(kind: str) -> None:
     watch = watch_of("scripted" if kind == "scripted" else "vllm")
-    values = look(watch, 0, 0.5, replayed=kind == "replayed")
+    values = look(watch, 0, 0.5, is_judged=kind != "replayed")
     assert values["parity/mean"] == 0.5 and values["parity/num_alarms"] == 0
     assert watch.trouble() == ""
