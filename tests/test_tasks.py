@@ -386,7 +386,11 @@ def test_numbers_and_dicts_with_a_score_are_rewards(value: Any, expected: Any) -
 
 
 @pytest.mark.parametrize(
-    "value", [None, "1", float("nan"), float("inf"), {}, {"score": None}, [1.0], np.zeros(2)]
+    "value",
+    [
+        *(None, "1", float("nan"), float("inf"), -1.7e308, 10**400),
+        *({}, {"score": None}, [1.0], np.zeros(2)),
+    ],
 )
 def test_anything_else_is_no_reward(value: Any) -> None:
     with pytest.raises(ValueError, match="expected a finite number"):

@@ -13,7 +13,6 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import math
 import multiprocessing
 import numbers
 import signal
@@ -31,6 +30,8 @@ from asyncrl.types import Row
 
 RewardFunction = Callable[..., Any]
 
+MAX_REWARD = 1e30
+"""Either sign. Sums and squares of such rewards are finite."""
 _DRY_CALL = "a dry call with the first training row and a response '0'"
 
 
@@ -64,7 +65,8 @@ def resolve(path: str) -> RewardFunction:
 
 def call_reward(function: RewardFunction, row: Row, text: str) -> tuple[float, dict[str, float]]:
     """Score and named extras of one response. Whatever the function raises goes through;
-    ValueError when it returns something else than a finite number or a dict with one."""
+    ValueError when it returns something else than a finite number, MAX_REWARD at most, or a dict
+    with one."""
     result = function(
         data_source=row["source"],
         solution_str=text,
@@ -76,7 +78,10 @@ def call_reward(function: RewardFunction, row: Row, text: str) -> tuple[float, d
     value = result.get("score") if isinstance(result, Mapping) else result
     score = _number(value)
     if score is None:
-        raise ValueError(f"it returned {result!r}: expected a finite number or a dict with `score`")
+        raise ValueError(
+            f"it returned {result!r}: expected a finite number (of at most {MAX_REWARD:g}) or a "
+            "dict with `score`"
+        )
     extras = result.items() if isinstance(result, Mapping) else ()
     parts = {str(name): _number(extra) for name, extra in extras if name != "score"}
     return score, {name: extra for name, extra in parts.items() if extra is not None}
@@ -194,9 +199,10 @@ async def _finish(result: Any) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number as float, also from an array of one; None for anything else."""
+    """A number of at most MAX_REWARD as float, also from an array of one; None for anything
+    else."""
     if hasattr(value, "item") and getattr(value, "size", None) == 1:
         value = value.item()
-    if isinstance(value, numbers.Real) and math.isfinite(value):
+    if isinstance(value, numbers.Real) and abs(value) <= MAX_REWARD:
         return float(value)
     return None
