@@ -203,6 +203,6 @@ def _number(value: Any) -> float | None:
     else."""
     if hasattr(value, "item") and getattr(value, "size", None) == 1:
         value = value.item()
-    if isinstance(value, numbers.Real) and abs(value) <= MAX_REWARD:
+    if isinstance(value, numbers.Real) and value <= MAX_REWARD and value >= -MAX_REWARD:
         return float(value)
     return None
