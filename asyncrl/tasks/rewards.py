@@ -203,6 +203,5 @@ def _number(value: Any) -> float | None:
     else."""
     if hasattr(value, "item") and getattr(value, "size", None) == 1:
         value = value.item()
-    if isinstance(value, numbers.Real) and value <= MAX_REWARD and value >= -MAX_REWARD:
-        return float(value)
-    return None
+    size: Any = abs(value) if isinstance(value, numbers.Real) else float("nan")
+    return float(value) if size <= MAX_REWARD else None
