@@ -206,4 +206,6 @@ def _end_children() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stderr.flush()
+    end_now(exit_code)  # a thread may hang in a broadcast, and no destructor may wait for it

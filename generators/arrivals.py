@@ -52,6 +52,8 @@ class Arrivals:
     def _fill(self) -> None:
         """Runs in the thread: receives into free buckets until nobody takes any more."""
         try:
+            if self._receiver.device.type == "cuda":
+                torch.cuda.set_device(self._receiver.device)
             with self._receiver.joined() as group:
                 for start, stop in self._receiver.slices():
                     bucket = self._free.get()

@@ -96,6 +96,8 @@ class Staging:
 
     def _run(self) -> None:
         try:
+            if self._place.device.type == "cuda":
+                torch.cuda.set_device(self._place.device)  # a new thread would use the first GPU
             if self._source.seat is None:
                 self._read()
             else:

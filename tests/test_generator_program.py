@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -20,10 +21,13 @@ from generator_scene import (
     run,
     start_program,
 )
+from safetensors.torch import load_file
 from small_buffer import SmallBuffer, serve
+from weights_sender import Sender, Version
 
 from asyncrl.config.schema import Config
 from asyncrl.messages import Verdict
+from asyncrl.types import WeightId
 
 pytestmark = pytest.mark.e2e
 
@@ -374,6 +378,36 @@ def test_sigusr1_dumps_all_threads_and_the_program_goes_on(config: Config, tmp_p
     assert code == 0
     assert "Current thread" in errors
     assert "heartbeat.py" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["done", "a signal"])
+def test_a_broadcast_that_stands_still_holds_up_no_end_of_the_program(
+    config: Config, tmp_path: Path, end: str
+) -> None:
+    model = Path(config.model.path) / "model.safetensors"
+    version = Version.of(WeightId(1, 1), load_file(model))
+    go_on = threading.Event()
+
+    async def scenario() -> int:
+        async with serve([lease(0)]) as (buffer, address):
+            program = start_program(tmp_path, config, address)
+            await buffer.until(lambda: len(buffer.groups) == 1, 40)
+            sender = Sender(version, stall_s=30)
+            sender.before_slice = lambda number: number == 3 and go_on.wait(60)
+            buffer.offer = version.manifest.weights, version.json.encode()
+            buffer.seats.append(sender.seat())
+            sender.start()
+            await buffer.until(lambda: sender.num_sent == 3, 20)
+            buffer.done = end == "done"
+            if end == "a signal":
+                program.send_signal(signal.SIGTERM)
+            return await ended(program, 8)
+
+    try:
+        assert run(scenario(), timeout_s=90) == (0 if end == "done" else 143)
+    finally:
+        go_on.set()
 
 
 @pytest.mark.vllm

@@ -46,7 +46,7 @@ class Sender:
     ) -> None:
         self.version = version
         self.num_sent = 0
-        self.before_slice: Callable[[int], None] = lambda number: None
+        self.before_slice: Callable[[int], object] = lambda number: None
         """Called with the number of each slice before it is sent."""
         self.error: BaseException | None = None
         self._size, self._roster, self._stall_s = size, roster, stall_s
