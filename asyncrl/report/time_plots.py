@@ -80,17 +80,17 @@ def _draw_stagings(axes: Axes, facts: RunFacts, names: list[str]) -> list[Artist
     """A line along the bottom of a generator's row while it stages new weights; returns what the
     legend is to show."""
     clock, unit_s = facts.clock, time_unit(facts.clock.total_s)[0]
-    drawn: list[Artist] = []
+    spans = []
     for member, begin, end in stagings(facts.run):
         name = member if member in names else member.rpartition("-")[0]
         if name in names:
-            ends = clock.seconds(begin) / unit_s, clock.seconds(end) / unit_s
-            label = "staging new weights, beside it"
-            at = names.index(name) + _STAGING_AT
-            drawn += axes.plot(
-                ends, (at, at), color=GREEN, linewidth=2.5, label=label, solid_capstyle="butt"
-            )
-    return drawn[:1]
+            row = names.index(name) + _STAGING_AT
+            spans.append((row, clock.seconds(begin) / unit_s, clock.seconds(end) / unit_s))
+    if not spans:
+        return []
+    label = "staging new weights, beside it"
+    rows, begins, ends = zip(*spans, strict=True)
+    return [axes.hlines(rows, begins, ends, colors=GREEN, linewidth=2.5, label=label)]
 
 
 def _bar(axes: Axes, row: int, each: Shares) -> None:
