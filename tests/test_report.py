@@ -334,6 +334,20 @@ def test_an_update_costs_what_learner_and_generators_said_of_its_last_publicatio
     assert fifth.version == 5
 
 
+def test_without_a_journal_the_costs_of_updates_come_from_the_metrics(known: Path) -> None:
+    (known / "journal.sqlite").unlink()
+    values = {"num_served": 2, "propagation_mean_s": 0.5, "propagation_max_s": 0.7}
+    phases = {"stage_mean_s": 0.25, "paused_mean_s": 0.1, "transfer_mean_s": 0.2}
+    record = {f"weights/{name}": value for name, value in (values | phases).items()}
+    with (known / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"step": 2, "time": BEGAN, "attempt": 1} | record) + "\n")
+    [cost] = gather(read_run(known)).updates
+    assert (cost.version, cost.num_generators, cost.blocked_s) == (2, 2, 1.0)
+    assert (cost.propagation_s, cost.longest_s) == (0.5, 0.7)
+    assert (cost.seconds["stage"], cost.seconds["paused"]) == (0.25, 0.1)
+    assert cost.on_the_way_s == pytest.approx(0.3)
+
+
 def test_staging_ends_where_the_swap_begins(known: Path) -> None:
     member, begin, end = stagings(read_run(known))[0]
     assert member == "generator-0-aaaa"

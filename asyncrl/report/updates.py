@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.journal.tables import ServedRow
@@ -46,7 +46,7 @@ class UpdateCost:
 
 def update_costs(run: RunRecords, steps: Sequence[TrainedStep]) -> list[UpdateCost]:
     """Of all versions that a generator served, in order; of one that several lives of the learner
-    published, the last one's."""
+    published, the last one's. From metrics.jsonl where the journal has none."""
     blocked = {step.step + 1: step.number("time/snapshot_s") for step in steps}
     rows: defaultdict[int, list[ServedRow]] = defaultdict(list)
     for row in run.served:
@@ -54,6 +54,8 @@ def update_costs(run: RunRecords, steps: Sequence[TrainedStep]) -> list[UpdateCo
         if before and before[0].inc < row.inc:
             before.clear()
         before.append(row)
+    if not rows:
+        return _recorded(run, blocked)
     return [_cost(version, rows[version], blocked.get(version)) for version in sorted(rows)]
 
 
@@ -77,6 +79,23 @@ def median(values: Iterable[float | None]) -> float | None:
     """Of those that are known."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
+
+
+def _recorded(run: RunRecords, blocked: Mapping[int, float | None]) -> list[UpdateCost]:
+    """As the learner wrote it down for the buffer."""
+    records = {int(r["step"]): r for r in run.metrics if r.get("weights/num_served")}
+    phases = (*STAGED, "wait", *SWAPPED, "stage", "paused")
+    return [
+        UpdateCost(
+            version=version,
+            blocked_s=blocked.get(version) or None,
+            num_generators=int(record["weights/num_served"]),
+            seconds={p: float(record.get(f"weights/{p}_mean_s") or 0.0) for p in phases},
+            propagation_s=record.get("weights/propagation_mean_s"),
+            longest_s=record.get("weights/propagation_max_s"),
+        )
+        for version, record in sorted(records.items())
+    ]
 
 
 def _cost(version: int, rows: Sequence[ServedRow], blocked_s: float | None) -> UpdateCost:
