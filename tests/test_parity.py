@@ -51,22 +51,22 @@ def test_the_mean_ratio_is_1_for_a_learner_of_any_other_policy_and_k3_is_its_div
 
 
 def test_logprobs_of_another_distribution_than_the_one_sampled_from_move_the_mean_ratio() -> None:
-    """A temperature so near 1 that the gap is below its bound."""
+    """Whatever the noise: here the bounds on it are wide."""
     torch.manual_seed(0)
     logits = 2 * torch.randn(12)
     sampled = torch.log_softmax(logits / 0.9, 0)
     tokens = torch.multinomial(sampled.exp(), 50_000, replacement=True)
     gap = measure((sampled - torch.log_softmax(logits, 0))[tokens])
-    (found,) = excesses(gap, Parity())
+    (found,) = excesses(gap, Parity(max_gap_mean=0.5, max_k3=0.1))
     assert found.startswith("|mean ratio - 1| is 0.0") and "parity.max_ratio_error" in found
 
 
 def test_what_is_over_a_bound_is_named_with_both_numbers_and_the_usual_causes() -> None:
-    gap = Gap(num_tokens=1234, ratio_mean=1.5, ratio_error=0.2, mean=0.31, max=3.0, k3=0.015)
+    gap = Gap(num_tokens=1234, ratio_mean=1.5, ratio_error=0.2, mean=0.31, max=3.0, k3=0.005)
     found = excesses(gap, Parity())
-    assert found == ["mean gap is 0.3100 (at most 0.15: parity.max_gap_mean)"]
+    assert found == ["mean gap is 0.3100 (at most 0.1: parity.max_gap_mean)"]
     text = refusal(gap, found)
-    for part in (found[0], "1234 tokens", "mean ratio 1.5", "0.01500", "largest 3.000"):
+    for part in (found[0], "1234 tokens", "mean ratio 1.5", "0.00500", "largest 3.000"):
         assert part in text
     for cause in ("temperature", "position", "chat template", "tokenizer", "dtype", "weights"):
         assert cause in text

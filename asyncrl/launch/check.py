@@ -40,11 +40,12 @@ class _Ended(Exception):
 def check_parity(path: Path, overrides: Sequence[str]) -> int:
     """Prints what was measured; returns 0 when both sides are one policy, else 2. Raises ValueError
     for what else the user can mend."""
-    config = check_run(load_config(path, overrides))
+    config = load_config(path, overrides)
     if config.generator.engine == "scripted":
         raise ValueError(
             "generator.engine: scripted makes up its logprobs, so nothing can be compared: use vllm"
         )
+    config = check_run(config)
     console = plain_console()
     console.print("data, reward, model and prompts are in order")
     with Signals() as signals, tempfile.TemporaryDirectory(prefix="asyncrl-check-") as name:
