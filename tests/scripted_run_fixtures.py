@@ -22,7 +22,7 @@ def scripted_config(tmp_path_factory: pytest.TempPathFactory, random_tiny_task: 
         "model": {"path": str(random_tiny_task / "model"), "dtype": "float32"},
         "data": {
             "train_files": [str(random_tiny_task / "train.jsonl")],
-            "max_prompt_length": 8,
+            "max_prompt_length": 64,
             "max_response_length": 8,
             "shuffle": False,
         },

@@ -100,8 +100,8 @@ QUICK = [(3, 4)]
 def test_every_process_ends_well_with_the_last_steps_checkpoint(
     config: Path, tmp_path: Path, max_steps: int, max_staleness: int
 ) -> None:
-    """With two ranks and two generators where there are steps enough."""
-    several = ("local.learner_ranks=2", "local.generators=2") if max_steps == 3 else ()
+    """With two ranks where there are steps enough."""
+    several = ("local.learner_ranks=2",) if max_steps == 3 else ()
     bounds = (f"max_steps={max_steps}", f"max_staleness={max_staleness}")
     finished = run_local(config, *bounds, *several, FAST, directory=tmp_path)
     assert finished.code == 0, finished.logs()
