@@ -7,8 +7,12 @@ is an error at its deadline. So callers use threads that they can do without (Di
 
 from __future__ import annotations
 
+import errno
+import ipaddress
+import re
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,8 +22,13 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from asyncrl.address import Address
+from asyncrl.nccl import make_nccl
 
 T = TypeVar("T")
+
+POLL_S = 0.005
+CONNECT_S = 1.0
+"""The least that a member of a loaded machine gets for one try to connect."""
 
 
 class GroupError(RuntimeError):
@@ -42,15 +51,19 @@ class Seat:
 
 
 class Meeting:
-    """The sender's store, on one interface of this machine, at a port that the system chooses."""
+    """The sender's store, on one interface of this machine, at a port that the system chooses.
+    Close it when the group is made or given up."""
 
     def __init__(self, host: str, *, timeout_s: float) -> None:
-        """Raises OSError when `host` is not an address of this machine."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family)
-        self.host, self.port = host, int(listener.getsockname()[1])
-        self.store = TCPStore(
-            host,
+        """`host`: an address of this machine, or a name of one. Members that have come wait at most
+        `timeout_s` for an answer. Raises OSError when it is none, or stands for all interfaces."""
+        family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(str(where[0]).partition("%")[0]).is_unspecified:
+            raise OSError(errno.EADDRNOTAVAIL, "it stands for all interfaces")
+        listener = socket.create_server((str(where[0]), 0), family=family)
+        self.host, self.port = str(where[0]), int(listener.getsockname()[1])
+        self.store: TCPStore | None = TCPStore(
+            self.host,
             self.port,
             None,
             True,
@@ -58,6 +71,10 @@ class Meeting:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+
+    def close(self) -> None:
+        """Port and thread are gone when the sender's group is closed too. May be called twice."""
+        self.store = None
 
 
 class Group:
@@ -70,38 +87,56 @@ class Group:
         device: torch.device,
         join_s: float,
         stall_s: float,
-        store: Any = None,
+        store: TCPStore | None = None,
     ) -> None:
-        """Waits until all members are there, at most `join_s`; later on no operation takes longer
-        than `stall_s`. The sender passes its own `store`. Raises GroupError."""
+        """Waits until all members are there, at most `join_s`; connecting to one that has died just
+        then may take as long again, and 5 s at least. No later operation takes longer than
+        `stall_s`. The sender passes its own `store`. Raises GroupError that names who is missing.
+        """
         self.device = device
+        self._is_sender = seat.rank == 0
         self._stall = timedelta(seconds=stall_s)
+        # Training and decoding go on in the device's own stream: nothing here may wait for them,
+        # nor they for a member that stands still.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         try:
-            self._group = _make(seat, store, join_s, self._stall)
-        except RuntimeError as error:
-            raise GroupError(f"not everybody came to {seat.prefix}: {error}") from None
+            self._group: Any = _join(seat, store, join_s, self._stall)
+        except (RuntimeError, OSError) as error:
+            problem = f"not everybody came to {seat.prefix}: {_in_words(error)}"
+        else:
+            return
+        del store  # an error is kept for longer than a port may be
+        raise GroupError(problem)
 
     def broadcast(self, data: torch.Tensor) -> None:
-        """From rank 0 to all others: `data` (uint8, on the group's device) is read there and
-        written here. Raises GroupError."""
+        """From rank 0 to all others: `data` (uint8, contiguous) is read there and written here.
+        What the sender has on the host crosses to the group's device first. It is all there when
+        this returns. Raises GroupError."""
+        assert data.dtype == torch.uint8 and data.is_contiguous(), (data.dtype, data.stride())
+        assert self._is_sender or data.device.type == self.device.type, data.device
         options = BroadcastOptions()
         options.rootRank, options.timeout = 0, self._stall
         try:
-            self._group.broadcast([data], options).wait(self._stall)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
+            with torch.cuda.stream(self._stream):  # without a stream, and on CPUs, this is nothing
+                data = data.to(self.device)
+                self._group.broadcast([data], options).wait(self._stall)
+                if self._stream is not None:
+                    self._stream.synchronize()
         except RuntimeError as error:
-            raise GroupError(f"a member of the group is gone or stands still: {error}") from None
+            raise GroupError(
+                f"a member of the group is gone or stands still: {_in_words(error)}"
+            ) from None
 
     def abort(self) -> None:
         """Ends operations under way where the backend can (NCCL); others end at their deadline."""
-        abort = getattr(self._group, "abort", None)
-        if self.device.type == "cuda" and abort is not None:
-            abort()
+        if self.device.type == "cuda":
+            self._group.abort()
 
     def close(self) -> None:
-        """May take as long as an operation."""
-        del self._group
+        """May take as long as an operation. May be called twice."""
+        group, self._group = self._group, None
+        if group is not None and self.device.type == "cuda":
+            group.shutdown()
 
 
 class Disposable(Generic[T]):
@@ -122,12 +157,16 @@ class Disposable(Generic[T]):
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def result(self, *, timeout_s: float) -> T:
-        """What the call returned, or what it raised. TimeoutError when it has not ended: it goes
-        on by itself."""
+        """What the call returned, or, once, what it raised. TimeoutError when it has not ended: it
+        goes on by itself."""
         if not self._ended.wait(timeout_s):
             raise TimeoutError(f"no end within {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # it would hold all that its frames hold
         return self._result  # type: ignore[return-value]
 
 
@@ -141,24 +180,51 @@ def host_towards(address: Address | str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _make(seat: Seat, store: Any, join_s: float, stall: timedelta) -> Any:
-    if store is None:
-        store = TCPStore(seat.host, seat.port, None, False, timeout=timedelta(seconds=join_s))
-    prefixed = PrefixStore(seat.prefix, store)
+def _join(seat: Seat, store: TCPStore | None, join_s: float, stall: timedelta) -> Any:
+    """The process group. Raises RuntimeError or OSError."""
+    ends = time.monotonic() + join_s
+    shared = PrefixStore(seat.prefix, _connect(seat, join_s) if store is None else store)
+    _meet(seat, shared, ends)
     if seat.backend == "nccl":
-        return _make_nccl(seat, prefixed, stall)
+        return make_nccl(shared, seat.rank, seat.size, stall)
+    return _make_gloo(seat, shared, max(0.0, ends - time.monotonic()))
+
+
+def _connect(seat: Seat, join_s: float) -> TCPStore:
+    # A store would try a closed port again and again, and write a stack trace for each try.
+    socket.create_connection((seat.host, seat.port), timeout=join_s).close()
+    return TCPStore(seat.host, seat.port, None, False, timeout=timedelta(seconds=join_s))
+
+
+def _meet(seat: Seat, store: Any, ends: float) -> None:
+    """Until the sender has seen everybody. Backends look for the others by themselves, but at the
+    address of one that has given up they wait five times as long as they are told to."""
+    store.set(f"here/{seat.rank}", "")
+    missing = list(range(1, seat.size)) if seat.rank == 0 else []
+    while missing or seat.rank != 0:
+        missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
+        if not missing and (seat.rank == 0 or store.check(["all"])):
+            break
+        if time.monotonic() > ends:
+            who = ", ".join(map(str, missing))
+            raise RuntimeError(
+                f"rank {who} of {seat.size} is missing" if who else "the sender waits for others"
+            )
+        time.sleep(POLL_S)
+    if seat.rank == 0:
+        store.set("all", "")
+
+
+def _make_gloo(seat: Seat, store: Any, left_s: float) -> Any:
     options = ProcessGroupGloo._Options()
-    own = host_towards(Address(seat.host, seat.port))
+    own = seat.host if seat.rank == 0 else host_towards(Address(seat.host, seat.port))
     options._devices = [ProcessGroupGloo.create_device(hostname=own)]
-    options._timeout = timedelta(seconds=join_s)
+    options._timeout = timedelta(seconds=max(left_s / 5, CONNECT_S))  # gloo connects 5 times
     options._threads = 1
-    return ProcessGroupGloo(prefixed, seat.rank, seat.size, options)
+    return ProcessGroupGloo(store, seat.rank, seat.size, options)
 
 
-def _make_nccl(seat: Seat, store: Any, stall: timedelta) -> Any:
-    """Without the watchdog's habit of ending the process: a lost transfer is tried again."""
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = stall
-    return ProcessGroupNCCL(store, seat.rank, seat.size, options)
+def _in_words(error: Exception) -> str:
+    """What a backend says, without the places in its source and its advice."""
+    first = str(error).strip().partition("\n")[0]
+    return re.sub(r"\[/\S+\] ?", "", first).partition(". This is typically")[0]

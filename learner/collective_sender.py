@@ -190,12 +190,15 @@ class CollectiveSender:
         started = time.monotonic()
         device = self._device if seat.backend == "nccl" else torch.device("cpu")
         stall_s = self._config.stall_timeout_s
-        group = Group(seat, device=device, join_s=stall_s, stall_s=stall_s, store=meeting.store)
-        self._times.rendezvous_s = time.monotonic() - started
         try:
-            self._send_slices(group, flat, deadline)
+            group = Group(seat, device=device, join_s=stall_s, stall_s=stall_s, store=meeting.store)
+            self._times.rendezvous_s = time.monotonic() - started
+            try:
+                self._send_slices(group, flat, deadline)
+            finally:
+                group.close()
         finally:
-            group.close()
+            meeting.close()
 
     def _send_slices(self, group: Group, flat: torch.Tensor, deadline: float) -> None:
         started, step = time.monotonic(), self._slice_bytes()
@@ -203,7 +206,7 @@ class CollectiveSender:
             if time.monotonic() > deadline:
                 raise GroupError(f"the transfer took longer than {self._config.timeout_s:g} s")
             part = flat[start : start + step]
-            group.broadcast(part if group.device.type == "cpu" else part.to(group.device))
+            group.broadcast(part)
             if self._config.max_bytes_per_s is not None:
                 due = started + (start + len(part)) / self._config.max_bytes_per_s
                 time.sleep(max(0.0, due - time.monotonic()))
@@ -244,7 +247,7 @@ def _device_id(device: torch.device) -> str:
 
 def _check_host(host: str) -> None:
     try:
-        Meeting(host, timeout_s=1.0)
+        Meeting(host, timeout_s=1.0).close()
     except OSError as error:
         raise ValueError(
             f"weights.host: cannot listen at {host}: {error.strerror}: name an address of the "
