@@ -9,7 +9,7 @@ if the generator reports the very probabilities that it samples with, whatever t
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -63,6 +63,19 @@ class Gap:
             f"{self.k3:.5f}, mean ratio {self.ratio_mean:.4f} (+- {self.ratio_error:.4f}), "
             f"{self.num_tokens} tokens"
         )
+
+    def metrics(self) -> dict[str, float]:
+        """For the record of a step: without tokens only that there were none."""
+        if not self.num_tokens:
+            return {"parity/num_tokens": 0.0}
+        return {
+            "parity/num_tokens": float(self.num_tokens),
+            "parity/ratio_mean": self.ratio_mean,
+            "parity/gap_mean": self.mean,
+            "parity/gap_median": self.median,
+            "parity/gap_max": self.max,
+            "parity/k3": self.k3,
+        }
 
 
 def measure(log_ratios: Tensor) -> Gap:
@@ -160,9 +173,7 @@ class ParityWatch:
             self._kept.append(log_ratios)
             if sum(map(len, self._kept)) >= self._limits.min_tokens:
                 self._judge(measure(torch.cat(self._kept)), step)
-        values = asdict(gap) if (gap := measure(log_ratios)).num_tokens else {"num_tokens": 0}
-        values["num_alarms"] = self._num_alarms
-        return {f"parity/{name}": float(value) for name, value in values.items()}
+        return {**measure(log_ratios).metrics(), "parity/num_alarms": float(self._num_alarms)}
 
     def _judge(self, gap: Gap, step: int) -> None:
         self._kept.clear()

@@ -141,7 +141,7 @@ def test_the_configuration_says_whether_it_refuses_and_whether_it_stops() -> Non
 
 def test_too_few_tokens_give_no_verdict_and_are_gathered_until_there_are_enough() -> None:
     watch = watch_of()
-    assert look(watch, 0, 0.5, num_tokens=4)["parity/mean"] == 0.5
+    assert look(watch, 0, 0.5, num_tokens=4)["parity/gap_mean"] == 0.5
     assert look(watch, 1, 0.5, num_tokens=5)["parity/num_tokens"] == 5
     assert look(watch, 2, 0.5, num_tokens=0) == {"parity/num_tokens": 0, "parity/num_alarms": 0}
     with pytest.raises(NotSamePolicy, match="10 tokens"):
@@ -152,5 +152,5 @@ def test_too_few_tokens_give_no_verdict_and_are_gathered_until_there_are_enough(
 def test_replayed_steps_and_made_up_logprobs_are_measured_and_never_judged(kind: str) -> None:
     watch = watch_of("scripted" if kind == "scripted" else "vllm")
     values = look(watch, 0, 0.5, is_judged=kind != "replayed")
-    assert values["parity/mean"] == 0.5 and values["parity/num_alarms"] == 0
+    assert values["parity/gap_mean"] == 0.5 and values["parity/num_alarms"] == 0
     assert watch.trouble() == ""

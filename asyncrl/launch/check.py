@@ -109,16 +109,18 @@ def _table(config: Config, gap: dict[str, float], seconds: dict[str, float]) -> 
     table.add_column("measured", justify="right")
     table.add_column("bound", justify="right")
     rows = [
-        ("mean |difference| of logprobs", f"{gap['mean']:.5f}", f"{limits.max_gap_mean:g}"),
-        ("k3, KL per token", f"{gap['k3']:.5f}", f"{limits.max_k3:g}"),
+        ("mean |difference| of logprobs", f"{gap['mean']:.5f}", f"at most {limits.max_gap_mean:g}"),
+        ("k3, KL per token", f"{gap['k3']:.5f}", f"at most {limits.max_k3:g}"),
         (
             *("mean ratio of probabilities", f"{gap['ratio_mean']:.5f}"),
-            f"1 +- {limits.max_ratio_error:g} +- {gap['ratio_error']:.5f} by chance",
+            f"1 +- {limits.max_ratio_error:g}",
         ),
+        ("its standard error", f"{gap['ratio_error']:.5f}", ""),
         ("median |difference|", f"{gap['median']:.5f}", ""),
         ("largest |difference|", f"{gap['max']:.5f}", ""),
         ("tokens", f"{gap['num_tokens']:,}", ""),
         ("temperature", f"{config.sampling.temperature:g}", ""),
+        ("model.dtype", config.model.dtype, ""),
         *((f"seconds of the {name}", f"{spent:.1f}", "") for name, spent in seconds.items()),
     ]
     for row in rows:
