@@ -116,8 +116,8 @@ def refusal(gap: Gap, found: list[str]) -> str:
     return (
         "generator and learner are not the same policy: at equal weights "
         f"{' and '.join(found)} ({gap.in_words()}).\nUsual causes:\n{causes}\n"
-        "Samples that are stored were made with the fault: mend it, try `asyncrl-launch check "
-        "CONFIG`, and begin a new run (docs/parity.md)"
+        "Mend it and try `asyncrl-launch check CONFIG`. If the fault was the generator's, begin a "
+        "new run: what it has sampled has the fault (docs/parity.md)"
     )
 
 
