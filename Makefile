@@ -15,7 +15,7 @@ LOCK_DIR := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/asyncrl
 LOCK := $(LOCK_DIR)/heavy.lock
 ONE_AT_A_TIME := $(if $(shell command -v flock 2>/dev/null),flock -o $(LOCK),)
 
-.PHONY: help setup demo test test-fast test-slow check format bench-buffer docs clean
+.PHONY: help setup demo test test-fast test-slow check format bench-buffer bench-weights docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -60,6 +60,9 @@ format: $(READY)  ## mend what ruff can mend
 
 bench-buffer: $(READY) | lock  ## rollouts/s through the buffer, beside bare writes and echo (4 minutes)
 	@$(ONE_AT_A_TIME) $(BIN)/python benchmarks/bench_buffer.py $(ARGS)
+
+bench-weights: $(READY) | lock  ## what new weights cost learner and generator, with real vLLM (6 minutes)
+	@$(ONE_AT_A_TIME) $(BIN)/python benchmarks/bench_weights.py $(ARGS)
 
 docs: $(READY)  ## write docs/configuration.md anew from the field docs
 	@$(BIN)/python -P -m asyncrl.config.reference > docs/configuration.md

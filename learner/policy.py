@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,6 +51,12 @@ class Policy(nn.Module):
         """Parameters by Hugging Face name, in one order on all ranks; a tied one appears once."""
         yield from self.model.named_parameters()
 
+    @cached_property
+    def _by_name(self) -> dict[str, nn.Parameter]:
+        """First read when the policy is whole: to walk a model takes as long as to copy a small
+        one."""
+        return dict(self.masters())
+
     def gather(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters by name, one at a time, cast to `dtype`, on every rank's device.
 
@@ -61,15 +68,16 @@ class Policy(nn.Module):
     def copy_into(self, targets: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         """Copies all parameters, cast to `dtype`, into the lead's contiguous `targets` of the same
         names and shapes, on any device; those of other ranks are not looked at. A collective."""
-        parameters = dict(self.masters())
-        copy_whole(parameters, targets, dtype=dtype, rank=self.ranks.rank, size=self.ranks.size)
+        ranks = self.ranks
+        copy_whole(self._by_name, targets, dtype=dtype, rank=ranks.rank, size=ranks.size)
 
+    @torch.no_grad()
     def check_finite(self) -> None:
         """RuntimeError that names the first parameter with NaN or infinity in it. A collective.
 
         Called before a version exists: what it finds is neither committed, published nor saved.
         """
-        shards = {name: local_part(parameter) for name, parameter in self.masters()}
+        shards = {name: local_part(parameter) for name, parameter in self._by_name.items()}
         broken = torch.zeros(len(shards), dtype=torch.int32)
         if not math.isfinite(float(nn.utils.get_total_norm(list(shards.values())))):
             broken = torch.tensor([int(not _is_finite(shard)) for shard in shards.values()])
