@@ -144,9 +144,11 @@ class Transfers:
         broadcast = self._broadcast
         if broadcast is None or broadcast.number != roster:
             return Outcome(), True
-        missing = broadcast.unreported()
-        outcome = Outcome(staged=broadcast.staged, failed=broadcast.failed, missing=missing)
-        return outcome, not any(self._is_alive(name) for name in missing)
+        unreported = broadcast.unreported()
+        missing = [name for name in unreported if self._is_alive(name)]
+        silent = dict.fromkeys(unreported, "it is dead or stopped")
+        failed = broadcast.failed | {n: why for n, why in silent.items() if n not in missing}
+        return Outcome(staged=broadcast.staged, failed=failed, missing=missing), not missing
 
     def _forget_answers(self) -> None:
         self._ready, self._refusals, self._untold = {}, {}, {}

@@ -146,7 +146,8 @@ def test_a_dead_generator_completes_the_outcome() -> None:
     scene.staged("a", roster.roster)
     scene.generators["b"].end("dead", since=0.0)
     outcome, is_complete = scene.transfers.outcome(roster.roster)
-    assert (outcome.staged, outcome.missing, is_complete) == (["a"], ["b"], True)
+    assert (outcome.staged, list(outcome.failed), is_complete) == (["a"], ["b"], True)
+    assert not outcome.missing, "the learner would ask again and again"
 
 
 def test_a_refusal_is_told_once_and_ends_only_with_the_next_offer() -> None:
