@@ -153,10 +153,7 @@ sender.start().wait(70)
 """
 
 
-@pytest.mark.parametrize(
-    ("take", "end"),
-    [(received, signal.SIGKILL), (arrived, signal.SIGKILL), (arrived, signal.SIGSTOP)],
-)
+@pytest.mark.parametrize(("take", "end"), [(received, signal.SIGKILL), (arrived, signal.SIGSTOP)])
 def test_a_sender_that_dies_or_stands_still_amid_the_slices_is_an_error_in_time(
     take: Take, end: signal.Signals
 ) -> None:
