@@ -161,6 +161,8 @@ class Run:
             **asdict(update.swapped.stage if self._is_under_pause else update.staged),
             "tokens_per_s_before": before,
             "tokens_during": tokens.between(start, stop),
+            "staging_from_s": start - began,
+            "paused_from_s": update.swapping[0] - began,
             "published_to_served_s": update.swapping[1] - began,
         }
 
