@@ -183,6 +183,7 @@ class WeightsIn:
     async def _swap(self, source: Source) -> SwapTimes:
         """An engine that does not answer holds half of a version, or hangs: it is given up."""
         longest_s = self._timeout_s + self._give_up_s * self._is_under_pause
+        self.doing = ""  # beside it nothing is done
         self._on_pause(True)
         try:
             async with asyncio.timeout(longest_s):

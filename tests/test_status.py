@@ -201,7 +201,7 @@ def test_a_long_state_stands_below_the_table_in_full() -> None:
     learner, generator, dead = VALUES["members"]
     text = printed(VALUES | {"members": [learner, generator | {"state": state}, dead]}, width=120)
     [row] = [row for row in text.splitlines() if row.startswith("generator-0-aa  ")]
-    assert "generating, see below" in row
+    assert "generating …" in row
     assert f"generator-0-aa: {state}" in text
 
 

@@ -199,7 +199,7 @@ def member_cells(member: Values, values: Values) -> dict[str, str]:
 def _state(member: Values) -> str:
     """Without what makes it long."""
     state = str(member["state"])
-    return state if len(state) <= LONG_STATE else f"{_AND.split(state)[0]}, see below"
+    return state if len(state) <= LONG_STATE else f"{_AND.split(state)[0]} …"
 
 
 def state_lines(values: Values) -> list[str]:

@@ -49,12 +49,15 @@ def _by_version(axes: Axes, costs: list[UpdateCost]) -> None:
     ]
     for label, color, values in series:
         line(axes, versions, [_seen(value) for value in values], color=color, label=label)
-    _last(axes, costs)
+    are_many = any(cost.num_generators > 1 for cost in costs)
+    if are_many:
+        _last(axes, costs)
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         set_formatter(FuncFormatter(lambda seconds, _: brief(seconds)))
-    axes.set(xlabel="policy version (dotted: until the last generator serves it)")
+    dotted = " (dotted: until the last generator serves it)" if are_many else ""
+    axes.set(xlabel=f"policy version{dotted}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
