@@ -51,6 +51,15 @@ def test_staleness_is_used_and_bounded(trained: Finished) -> None:
     assert statistics.fmean(record["staleness/mean"] for record in trained.steps) > 0.5
 
 
+def test_generator_and_learner_are_one_policy_in_every_step(trained: Finished) -> None:
+    """Both compute in float32."""
+    first = trained.steps[0]
+    assert first["parity/num_tokens"] == first["staleness/tokens_0"] > 500
+    gaps = [step["parity/gap_max"] for step in trained.steps if step["parity/num_tokens"]]
+    assert max(gaps) < 1e-3
+    assert trained.steps[-1]["parity/num_alarms"] == 0
+
+
 def test_final_policy_is_a_plain_hugging_face_directory(trained: Finished) -> None:
     model = AutoModelForCausalLM.from_pretrained(trained.run_dir / "final")
     assert model.num_parameters() > 700_000
