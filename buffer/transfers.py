@@ -139,14 +139,16 @@ class Transfers:
         else:
             broadcast.staged.append(name)
 
-    def outcome(self, roster: int) -> tuple[Outcome, bool]:
-        """What became of it so far, and whether that is all that will be heard."""
+    def outcome(self, roster: int, *, has_ended: bool = False) -> tuple[Outcome, bool]:
+        """What became of it so far, and whether that is all that will be heard. When the run
+        `has_ended`, generators leave, and say nothing of weights any more."""
         broadcast = self._broadcast
         if broadcast is None or broadcast.number != roster:
             return Outcome(), True
         unreported = broadcast.unreported()
-        missing = [name for name in unreported if self._is_alive(name)]
-        silent = dict.fromkeys(unreported, "it is dead or stopped")
+        missing = [name for name in unreported if self._is_alive(name) and not has_ended]
+        why = "the run has ended" if has_ended else "it is dead or stopped"
+        silent = dict.fromkeys(unreported, why)
         failed = broadcast.failed | {n: why for n, why in silent.items() if n not in missing}
         return Outcome(staged=broadcast.staged, failed=failed, missing=missing), not missing
 

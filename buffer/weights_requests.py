@@ -131,7 +131,8 @@ class WeightsRequests:
 
         def look(now: float) -> Message | None:
             refused = self._run.books.training.fenced(message.inc)
-            outcome, is_complete = self._transfers.outcome(message.roster)
+            has_ended = self._run.end is not None
+            outcome, is_complete = self._transfers.outcome(message.roster, has_ended=has_ended)
             return refused or (outcome if is_complete or now >= ends else None)
 
         found = await self._changes.until("weights", look, every_s=LOOK_S)

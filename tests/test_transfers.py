@@ -150,6 +150,18 @@ def test_a_dead_generator_completes_the_outcome() -> None:
     assert not outcome.missing, "the learner would ask again and again"
 
 
+def test_nobody_waits_for_generators_after_the_end_of_the_run() -> None:
+    scene = Scene("a")
+    scene.publish(V1)
+    scene.ready("a")
+    roster = scene.close()
+    assert roster is not None
+    assert scene.open(roster.roster)
+    assert scene.transfers.outcome(roster.roster)[1] is False
+    outcome, is_complete = scene.transfers.outcome(roster.roster, has_ended=True)
+    assert (outcome.failed, is_complete) == ({"a": "the run has ended"}, True)
+
+
 def test_a_refusal_is_told_once_and_ends_only_with_the_next_offer() -> None:
     scene = Scene("a", "b")
     scene.publish(V1)
