@@ -93,3 +93,17 @@ def test_synchronous_training_is_the_same_code_at_bound_zero(
     )
     assert run.code == 0, run.logs()
     assert [record["staleness/max"] for record in run.steps] == [0, 0, 0, 0]
+
+
+@pytest.mark.slow
+def test_every_tensor_parallel_rank_takes_every_version(tiny_task: Path, tmp_path: Path) -> None:
+    """With one rank on older weights the logprobs would be those of no version."""
+    run = run_tiny(
+        tiny_task,
+        tmp_path,
+        *("max_staleness=0", "max_steps=4", "eval.before_training=false"),
+        *("generator.vllm.tensor_parallel_size=2", "weights.transport=collective"),
+    )
+    assert run.code == 0, run.logs()
+    assert [record["parity/num_tokens"] > 1000 for record in run.steps] == [True] * 4
+    assert max(record["parity/gap_max"] for record in run.steps) < 1e-3
