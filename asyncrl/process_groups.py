@@ -117,7 +117,10 @@ class Group:
         options = BroadcastOptions()
         options.rootRank, options.timeout = 0, self._stall
         try:
-            with torch.cuda.stream(self._stream):  # without a stream, and on CPUs, this is nothing
+            if self._stream is not None and data.is_cuda:
+                # Memory is handed out again while what used it before may still be under way.
+                self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream):  # nothing without a stream, as on CPUs
                 data = data.to(self.device)
                 self._group.broadcast([data], options).wait(self._stall)
                 if self._stream is not None:

@@ -123,6 +123,8 @@ class Receiver:
             for _ in range(2)
         ]
         copies: Any = torch.cuda.Stream(gpu)
+        # Memory is handed out again while what used it before may still be under way.
+        copies.wait_stream(torch.cuda.current_stream(gpu))
         copied: list[Any] = [torch.cuda.Event(), torch.cuda.Event()]
         for number, (start, stop) in enumerate(self.slices()):
             turn = number % 2
