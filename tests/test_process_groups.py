@@ -181,43 +181,52 @@ def start_member(place: Meeting, rank: int, size: int) -> subprocess.Popen[str]:
     )
 
 
-def send_until_it_fails(group: Group) -> float:
+def broadcast_until_it_fails(group: Group) -> float:
     """Seconds that the failing broadcast took."""
     data = bytes_of(1, 1 << 16)
-    while True:
-        began = time.monotonic()
-        try:
-            group.broadcast(data)
-        except GroupError:
-            return time.monotonic() - began
+    with closing(group):
+        while True:
+            began = time.monotonic()
+            try:
+                group.broadcast(data)
+            except GroupError:
+                return time.monotonic() - began
 
 
-def test_a_killed_member_is_an_error_at_once_and_a_stopped_one_at_the_deadline() -> None:
-    stall_s = 2.0
-    with meeting() as first, meeting() as second:
-        members = [start_member(first, 1, 2), start_member(second, 1, 2)]
+@contextmanager
+def group_with_member(stall_s: float) -> Iterator[tuple[Group, Disposable[float], int]]:
+    """The sender's end, a thread that receives until it cannot, and the process id of a third
+    member that has received a slice."""
+    with meeting() as place, start_member(place, 2, 3) as member:
         try:
-            groups = [
-                join(seat_at(place, 0), join_s=60, stall_s=stall_s, store=place.store)
-                for place in (first, second)
-            ]
-            for group, member in zip(groups, members, strict=True):
-                group.broadcast(bytes_of(1, 1 << 16))
-                assert member.stdout is not None
-                assert [member.stdout.readline() for _ in range(2)] == ["joined\n", "slice\n"]
-            os.kill(members[0].pid, signal.SIGKILL)
-            members[0].wait()
-            assert send_until_it_fails(groups[0]) < stall_s / 2
-            os.kill(members[1].pid, signal.SIGSTOP)
-            assert stall_s * 0.9 < send_until_it_fails(groups[1]) < stall_s + ROOM_S
-            for group in groups:
-                group.close()
+            receiver = Disposable(
+                lambda: broadcast_until_it_fails(
+                    join(seat_at(place, 1, size=3), join_s=60, stall_s=stall_s)
+                ),
+                name="receiver",
+            )
+            sender = join(seat_at(place, 0, size=3), join_s=60, stall_s=stall_s, store=place.store)
+            sender.broadcast(bytes_of(1, 1 << 16))
+            assert member.stdout is not None
+            assert [member.stdout.readline() for _ in range(2)] == ["joined\n", "slice\n"]
+            yield sender, receiver, member.pid
         finally:
-            for member in members:
-                member.kill()
-                member.wait()
-                assert member.stdout is not None
-                member.stdout.close()
+            member.kill()
+
+
+def test_a_killed_member_is_an_error_at_once_for_all_others() -> None:
+    with group_with_member(stall_s=30) as (sender, receiver, pid):
+        os.kill(pid, signal.SIGKILL)
+        assert broadcast_until_it_fails(sender) < ROOM_S
+        assert receiver.result(timeout_s=ROOM_S) < 2 * ROOM_S
+
+
+def test_a_stopped_member_is_an_error_for_all_others_at_their_deadline() -> None:
+    stall_s = 2.0
+    with group_with_member(stall_s) as (sender, receiver, pid):
+        os.kill(pid, signal.SIGSTOP)
+        assert stall_s * 0.9 < broadcast_until_it_fails(sender) < stall_s + ROOM_S
+        assert receiver.result(timeout_s=ROOM_S) < stall_s + ROOM_S
 
 
 def test_a_receiver_gives_up_at_its_deadline_while_other_threads_go_on() -> None:
