@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
@@ -73,8 +73,8 @@ class CollectiveSender:
         self, config: WeightsSection, *, host: str, device: torch.device, buffer: ToBuffer
     ) -> None:
         """Listens at `host`; with NCCL, sends from `device`. Raises ValueError when `host` is not
-        an address of this machine."""
-        self.where = f"at {host}"
+        an address of this machine, or there is no GPU for NCCL."""
+        self.where = f"at {host} (weights.host)"
         self.failing_since: float | None = None
         self._config = config
         self._host = host
@@ -82,8 +82,14 @@ class CollectiveSender:
         self._buffer = buffer
         self._times = _Times()
         self._offered_at = 0.0
+        self._has_arrived = False
+        """Whether some generator has got the version on offer."""
+        self._is_refused = False
+        """Whether refusals were the last that was heard."""
         self._num_rosters = self._num_lost = 0
         _check_host(host)
+        if config.backend == "nccl" and device.type == "cpu":
+            raise ValueError("weights.backend: nccl, but the learner has no GPU: use auto or gloo")
 
     def publish(self, snapshot: Snapshot) -> None:
         assert snapshot.weights is not None
@@ -95,7 +101,7 @@ class CollectiveSender:
             inc=inc, version=version, transport="collective", digest=manifest.digest
         )
         self._buffer.tell(message, (manifest.model_dump_json().encode(),))
-        self._offered_at = time.monotonic()
+        self._offered_at, self._has_arrived = time.monotonic(), False
 
     def attend(self, snapshot: Snapshot, news: News) -> None:
         """One roster after the other, of whoever is ready. Raises LostError when all of one were
@@ -114,15 +120,14 @@ class CollectiveSender:
             if roster.members:
                 self._send_to(roster, snapshot)
             elif roster.refusals:
+                self._is_refused = True
                 self._fail("; ".join(roster.refusals.values()))
+            elif not self._is_refused:
+                self.failing_since = None  # who was lost asks no more: it may be back, or not
 
     def metrics(self) -> dict[str, float]:
-        times = self._times
         return {
-            "describe_s": times.describe_s,
-            "rendezvous_s": times.rendezvous_s,
-            "transfer_s": times.transfer_s,
-            "staged_s": times.staged_s,
+            **asdict(self._times),
             "num_rosters": float(self._num_rosters),
             "num_lost": float(self._num_lost),
         }
@@ -145,17 +150,17 @@ class CollectiveSender:
         for name, reason in failed.items():
             log.warning("%s has not got weights %s: %s", name, snapshot.weights, reason)
         if outcome.staged:
-            self.failing_since = None
+            self.failing_since, self._has_arrived, self._is_refused = None, True, False
         elif failed or error:
             self._fail(error or "; ".join(f"{name}: {why}" for name, why in failed.items()))
 
     def _broadcast(self, roster: Roster, snapshot: Snapshot, *, deadline: float) -> str:
-        """Returns what went wrong here; empty: nothing."""
+        """Returns what went wrong here; empty: nothing. Raises LostError when nobody was called."""
         assert snapshot.weights is not None and snapshot.flat is not None
         devices = {member.name: member.devices for member in roster.members}
         backend, refused = choose_backend(self._config.backend, _device_id(self._device), devices)
         if refused:
-            return "; ".join(f"{name}: {why}" for name, why in refused.items())
+            self._fail("; ".join(f"{name}: {why}" for name, why in refused.items()))
         inc, version = snapshot.weights
         meeting = Meeting(self._host, timeout_s=self._config.stall_timeout_s)
         seat = Seat(
@@ -181,7 +186,9 @@ class CollectiveSender:
             )
             self._buffer.tell(opened)
             work.result(timeout_s=max(0.0, deadline - time.monotonic()))
-        except (GroupError, TimeoutError) as error:
+        except TimeoutError:
+            return self._too_long()
+        except GroupError as error:
             return str(error)
         return ""
 
@@ -191,10 +198,15 @@ class CollectiveSender:
         device = self._device if seat.backend == "nccl" else torch.device("cpu")
         stall_s = self._config.stall_timeout_s
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a new thread would use the first GPU
             group = Group(seat, device=device, join_s=stall_s, stall_s=stall_s, store=meeting.store)
             self._times.rendezvous_s = time.monotonic() - started
             try:
                 self._send_slices(group, flat, deadline)
+            except BaseException:
+                group.abort()
+                raise
             finally:
                 group.close()
         finally:
@@ -204,7 +216,7 @@ class CollectiveSender:
         started, step = time.monotonic(), self._slice_bytes()
         for start in range(0, len(flat), step):
             if time.monotonic() > deadline:
-                raise GroupError(f"the transfer took longer than {self._config.timeout_s:g} s")
+                raise GroupError(self._too_long())
             part = flat[start : start + step]
             group.broadcast(part)
             if self._config.max_bytes_per_s is not None:
@@ -235,8 +247,12 @@ class CollectiveSender:
             if not outcome.missing or time.monotonic() > deadline:
                 return outcome
 
+    def _too_long(self) -> str:
+        return f"the transfer took longer than weights.timeout_s = {self._config.timeout_s:g}"
+
     def _fail(self, reason: str) -> None:
-        self.failing_since = self.failing_since or time.monotonic()
+        if not self._has_arrived:
+            self.failing_since = self.failing_since or time.monotonic()
         raise LostError(reason)
 
 
