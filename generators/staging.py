@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -140,8 +140,9 @@ class UnderPause:
     def times(self) -> StageTimes:
         return self._times()
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each is verified before it is given. Raises GroupError, WeightsError."""
+    def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Each is verified before it is given. Close it: then the group is left. Raises
+        GroupError, WeightsError."""
         if self._source.seat is None:
             staged = self._place.read(self._source)
             self._times = lambda: StageTimes(0.0, staged.read_s, staged.verify_s)

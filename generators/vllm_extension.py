@@ -12,6 +12,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -141,12 +142,12 @@ class StagedWeights:
         arriving = UnderPause(
             Source.model_validate_json(source), self._place("host", timeout_s, stall_s)
         )
-        tensors = iter(arriving)
         is_written, error, is_lost = False, "", False
         try:
-            first = next(tensors)
-            is_written = True
-            self._load(chain([first], tensors))
+            with closing(arriving.tensors()) as tensors:
+                first = next(tensors)
+                is_written = True
+                self._load(chain([first], tensors))
         except Exception as why:  # the boundary to another process: reported as text
             error, is_lost = in_words(why), isinstance(why, GroupError)
         return json.dumps(
@@ -176,3 +177,6 @@ class StagedWeights:
             model.load_weights(iter(tensors))
             finalize_layerwise_reload(model, self.model_config)
             _process_tied_heads(model)
+        if torch.device(self.device).type == "cuda":
+            # Other streams write to staged memory again: what reads it must have ended.
+            torch.cuda.synchronize(self.device)

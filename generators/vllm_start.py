@@ -11,6 +11,8 @@ from generators.engine import GENERATOR_PID
 
 SUPPORTED_VLLM = ((0, 32), (0, 33))
 """First version tested, first version not tested."""
+EXTENSION = "generators.vllm_extension.StagedWeights"
+"""Mixed into vLLM's worker class, in its process."""
 
 
 def check_version() -> None:
@@ -65,7 +67,7 @@ def make_llm(config: Config) -> Any:
         # CPUs cannot do: the engine dies. So prompts are not split there.
         enable_chunked_prefill=not current_platform.is_cpu(),
         logprobs_mode="processed_logprobs",
-        worker_extension_cls="generators.vllm_extension.StagedWeights",
+        worker_extension_cls=EXTENSION,
         skip_tokenizer_init=not config.sampling.stop,
         disable_log_stats=True,
         use_tqdm_on_load=False,
