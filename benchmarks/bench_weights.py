@@ -75,7 +75,7 @@ def main() -> None:
 
 def measure(name: str, model: Path, place: Path, *, rounds: int) -> dict[str, Any]:
     """Everything about one model; seconds of each round, by what was done."""
-    result: dict[str, Any] = {"model": name}
+    result: dict[str, Any] = {"model": Path(name).name}
     for num_ranks in (1, 2):
         _say(f"{name}: the learner alone, {num_ranks} rank(s)")
         result[f"alone_{num_ranks}"] = learner_alone(model, place, num_ranks, rounds=3 * rounds)

@@ -46,8 +46,9 @@ def main(out: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     handles = [Patch(color=colour, label=label) for label, colour in COLOURS.items()]
     axes.legend(handles=handles, loc="upper right", frameon=False)
-    name = result["model"].split("/")[-1]
-    axes.set_title(f"One version of {name} ({result['num_bytes'] / 1e6:.0f} MB), by each way")
+    axes.set_title(
+        f"One version of {result['model']} ({result['num_bytes'] / 1e6:.0f} MB), by each way"
+    )
     figure.savefig(out, dpi=150)
 
 

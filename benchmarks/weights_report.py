@@ -89,7 +89,7 @@ def claims_table(results: list[dict[str, Any]]) -> Table:
         for claim in result["claims"]:
             verdict = "[green]met[/]" if claim["is_met"] else "[bold red]missed[/]"
             row = (claim["words"], f"{claim['number']:.2f}", claim["target"], verdict)
-            shown.add_row(result["model"].split("/")[-1], *row)
+            shown.add_row(result["model"], *row)
         shown.add_section()
     return shown
 
