@@ -465,6 +465,8 @@ class OpenGroup(Message):
     port: Count
     backend: Literal["gloo", "nccl"]
     bucket_bytes: Annotated[int, Field(ge=1)]
+    refused: dict[str, Text] = {}
+    """By generator: why it cannot be in this group, and leaves the roster."""
 
 
 class AwaitStaged(Message):

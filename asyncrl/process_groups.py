@@ -22,6 +22,7 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from asyncrl.address import Address
+from asyncrl.backends import Backend
 from asyncrl.nccl import make_nccl
 
 T = TypeVar("T")
@@ -46,8 +47,7 @@ class Seat:
     rank: int
     """0 sends."""
     size: int
-    backend: str
-    """gloo or nccl."""
+    backend: Backend
 
 
 class Meeting:

@@ -21,6 +21,7 @@ from dataclasses import replace
 import torch
 from gpu_policy import small_policy, train
 
+from asyncrl.backends import Backend
 from asyncrl.manifest import Layout, Manifest
 from asyncrl.nccl import NO_WATCHDOG
 from asyncrl.process_groups import Disposable, Group, Meeting, Seat
@@ -166,7 +167,7 @@ def expect(holds: bool, otherwise: str) -> None:
         raise RuntimeError(otherwise)
 
 
-def backend_of(device: torch.device) -> str:
+def backend_of(device: torch.device) -> Backend:
     return "nccl" if device.type == "cuda" else "gloo"
 
 

@@ -19,12 +19,20 @@ class Broadcast:
     place: OpenGroup | None = None
     staged: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    has_culprit: bool = False
+    """One of those that failed did so by an error of its own."""
 
     def has_reported(self, name: str) -> bool:
         return name in self.staged or name in self.failed
 
     def unreported(self) -> list[str]:
         return [name for name in self.members if not self.has_reported(name)]
+
+    def suspects(self) -> list[str]:
+        """Who may have broken it, after it was begun: those that say nothing; or, where nobody has
+        got the version and nobody owns up, all of them: one of them cannot reach another."""
+        is_lost_by_all = not self.staged and not self.has_culprit
+        return self.unreported() or (list(self.members) if is_lost_by_all else [])
 
     def seat(self, name: str) -> Seat | None:
         """None before the sender listens."""

@@ -69,15 +69,18 @@ class Transfers:
         self.offer = Offer(weights, manifest)
 
     def withdraw(self) -> None:
-        """The learner that offers is not the current one any more."""
+        """The learner that offers is not the current one any more. Nobody is suspected of breaking
+        broadcasts of the next one."""
         self.offer = self._broadcast = None
+        self._suspects = Suspects()
         self._forget_answers()
 
     def newer(self, member: Member, have: WeightId) -> Offer | None:
-        """The offer, if it is newer than what this generator has."""
+        """The offer, if it is newer than what this generator has, and it can be sent it."""
         self._followers.add(member.name)
         is_newer = self.offer is not None and self.offer.weights > have
-        return self.offer if is_newer and self._is_sender_there() else None
+        is_refused = member.name in self._refusals
+        return self.offer if is_newer and not is_refused and self._is_sender_there() else None
 
     def ready(self, member: Member, message: Ready, *, now: float) -> None:
         """It wants the offered weights, or refuses them."""
@@ -122,6 +125,9 @@ class Transfers:
         if self._broadcast is None or self._broadcast.number != message.roster:
             return False
         self._broadcast.place = message
+        for name, reason in message.refused.items():
+            if self._broadcast.members.pop(name, None) is not None:
+                self._refusals[name] = reason
         return True
 
     def staged(self, member: Member, message: Staged) -> None:
@@ -136,6 +142,7 @@ class Transfers:
             return
         if message.error:
             broadcast.failed[name] = message.error
+            broadcast.has_culprit |= not message.is_lost
         else:
             broadcast.staged.append(name)
 
@@ -204,10 +211,11 @@ class Transfers:
         broadcast, self._broadcast = self._broadcast, None
         if broadcast is None:
             return
-        for name in broadcast.unreported():
-            if broadcast.place is not None:
+        if broadcast.place is not None:
+            for name in broadcast.suspects():
                 self._suspects.broke(name)
-            elif self.offer is not None and self.offer.weights == broadcast.weights:
+        elif self.offer is not None and self.offer.weights == broadcast.weights:
+            for name in broadcast.unreported():
                 self._ready[name] = _Candidate(broadcast.members[name], float("-inf"))
         self._suspects.keep(self._members.by_name)
 

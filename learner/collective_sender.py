@@ -155,42 +155,54 @@ class CollectiveSender:
             self._fail(error or "; ".join(f"{name}: {why}" for name, why in failed.items()))
 
     def _broadcast(self, roster: Roster, snapshot: Snapshot, *, deadline: float) -> str:
-        """Returns what went wrong here; empty: nothing. Raises LostError when nobody was called."""
-        assert snapshot.weights is not None and snapshot.flat is not None
+        """Returns what went wrong here; empty: nothing."""
+        weights, flat = snapshot.weights, snapshot.flat
+        assert weights is not None and flat is not None
         devices = {member.name: member.devices for member in roster.members}
         backend, refused = choose_backend(self._config.backend, _device_id(self._device), devices)
-        if refused:
-            self._fail("; ".join(f"{name}: {why}" for name, why in refused.items()))
-        inc, version = snapshot.weights
+        for name, why in refused.items():
+            log.warning("%s cannot be sent weights %s: %s", name, weights, why)
+        seated = [devices[name] for name in devices if name not in refused]
         meeting = Meeting(self._host, timeout_s=self._config.stall_timeout_s)
         seat = Seat(
             host=meeting.host,
             port=meeting.port,
-            prefix=f"weights-{snapshot.weights}-{roster.roster}",
+            prefix=f"weights-{weights}-{roster.roster}",
             rank=0,
-            size=1 + sum(map(len, devices.values())),
+            size=1 + sum(map(len, seated)),
             backend=backend,
         )
-        work = Disposable(
-            lambda: self._transfer(meeting, seat, snapshot.flat, deadline), name="broadcast"
-        )
         try:
-            opened = OpenGroup(
-                inc=inc,
-                version=version,
-                roster=roster.roster,
-                host=meeting.host,
-                port=meeting.port,
-                backend=backend,
-                bucket_bytes=self._slice_bytes(),
-            )
-            self._buffer.tell(opened)
+            self._open(roster, weights, seat, refused)
+        except BaseException:
+            meeting.close()
+            raise
+        if not seated:
+            meeting.close()
+            return "; ".join(refused.values())
+        work = Disposable(lambda: self._transfer(meeting, seat, flat, deadline), name="broadcast")
+        try:
             work.result(timeout_s=max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             return self._too_long()
         except GroupError as error:
             return str(error)
         return ""
+
+    def _open(self, roster: Roster, weights: WeightId, seat: Seat, refused: dict[str, str]) -> None:
+        """Tells those of the roster that are not refused where to come."""
+        self._buffer.tell(
+            OpenGroup(
+                inc=weights.inc,
+                version=weights.version,
+                roster=roster.roster,
+                host=seat.host,
+                port=seat.port,
+                backend=seat.backend,
+                bucket_bytes=self._slice_bytes(),
+                refused=refused,
+            )
+        )
 
     def _transfer(self, meeting: Meeting, seat: Seat, flat: torch.Tensor, deadline: float) -> None:
         """In a thread of its own, which ends at `deadline` or one stall later."""

@@ -54,6 +54,20 @@ class Scene:
             )
         )
 
+    def open_without(self, number: int, refused: dict[str, str]) -> bool:
+        return self.transfers.open(
+            OpenGroup(
+                inc=1,
+                version=1,
+                roster=number,
+                host="::1",
+                port=1,
+                backend="nccl",
+                bucket_bytes=8,
+                refused=refused,
+            )
+        )
+
     def staged(self, name: str, number: int, *, error: str = "", is_lost: bool = False) -> None:
         message = Staged(inc=1, version=1, roster=number, error=error, is_lost=is_lost)
         self.transfers.staged(self.generators[name], message)
@@ -252,6 +266,25 @@ def test_a_suspect_is_sent_weights_although_others_are_always_ready() -> None:
     assert waits == sorted(waits), "it breaks every broadcast, and is tried more and more rarely"
 
 
+def test_when_a_broadcast_is_lost_by_all_and_nobody_owns_up_each_gets_its_own() -> None:
+    scene = Scene("good", "cut-off")
+    scene.publish(V1)
+    got: list[str] = []
+    for _ in range(4):
+        scene.ready(*(name for name in ("cut-off", "good") if name not in got))
+        scene.now += JOIN_WINDOW_S
+        roster = scene.close()
+        if roster is None:
+            continue
+        assert scene.open(roster.roster)
+        is_lost = "cut-off" in names(roster)
+        for name in names(roster):
+            error = "not everybody came" if is_lost else ""
+            scene.staged(name, roster.roster, error=error, is_lost=is_lost)
+            got += [] if is_lost else [name]
+    assert got == ["good"], "one that cannot reach the learner keeps weights from the other"
+
+
 def play_version(scene: Scene, version: int) -> list[str]:
     """Both are ready for each version at once, which takes a second; `bad` breaks its broadcasts.
     Returns who was in the roster."""
@@ -266,3 +299,18 @@ def play_version(scene: Scene, version: int) -> list[str]:
         error = "the receiver is broken" if name == "bad" else ""
         scene.staged(name, roster.roster, error=error)
     return names(roster)
+
+
+def test_who_cannot_be_in_the_group_leaves_the_roster_and_waits_for_the_next_offer() -> None:
+    scene = Scene("a", "b")
+    scene.publish(V1)
+    scene.ready("a", "b")
+    roster = scene.close()
+    assert roster is not None
+    assert scene.open_without(roster.roster, {"a": "it has no GPU"})
+    seat, over = (scene.transfers.seat(scene.generators[name], V1) for name in ("b", "a"))
+    assert seat is not None and (seat.rank, seat.size) == (1, 2)
+    assert over is not None and over.is_over
+    assert scene.transfers.newer(scene.generators["a"], WeightId(0, 0)) is None
+    scene.publish(V2)
+    assert scene.transfers.newer(scene.generators["a"], WeightId(0, 0)) is not None
