@@ -24,7 +24,7 @@ from learner.snapshots import Snapshot
 log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
-"""Pause before what failed is tried again."""
+"""Pause before what failed is tried again, but for the first time."""
 GIVE_UP_AFTER = 3
 """Times weights.timeout_s without a publication, while one waits, that end the run."""
 
@@ -217,6 +217,7 @@ class Publisher:
     def _until_superseded(self, snapshot: Snapshot) -> None:
         """Publishes and attends; again after a failure, until something newer waits."""
         assert self._sender is not None
+        pause_s = 0.0
         while not self._news.is_there:
             try:
                 if not self._is_published:
@@ -228,7 +229,8 @@ class Publisher:
                 if self._closed:
                     return
                 self._failed(snapshot, error)
-            self._news.within(RETRY_S)
+            self._news.within(pause_s)
+            pause_s = RETRY_S
 
     def _published(self) -> None:
         self.num_published += 1
@@ -238,7 +240,7 @@ class Publisher:
             self._state.notify_all()
 
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
-        log.warning("weights %s are not published yet: %s", snapshot.weights, error)
+        log.warning("weights %s have not reached the generators: %s", snapshot.weights, error)
         self.num_failed += 1
         with self._state:
             self._error = f"{type(error).__name__}: {error}"

@@ -257,3 +257,48 @@ def test_a_host_that_is_not_of_this_machine_is_refused_with_the_setting(host: st
             device=torch.device("cpu"),
             buffer=FakeLine(None),  # type: ignore[arg-type]
         )
+
+
+def test_nccl_without_a_gpu_is_refused_with_the_setting() -> None:
+    with pytest.raises(ValueError, match=r"weights\.backend"):
+        CollectiveSender(
+            WeightsSection(backend="nccl"),
+            host="127.0.0.1",
+            device=torch.device("cpu"),
+            buffer=FakeLine(None),  # type: ignore[arg-type]
+        )
+
+
+async def lose(peer: Generator) -> None:
+    """Takes a seat for version 1, and loses it."""
+    seat = await peer.ask(Ready(inc=1, version=1))
+    while not seat.roster:
+        seat = await peer.ask(Ready(inc=1, version=1))
+    await peer.ask(Staged(inc=1, version=1, roster=seat.roster, error="broken", is_lost=True))
+
+
+def test_generators_that_are_lost_and_ask_no_more_are_no_reason_to_give_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with scene(tmp_path) as (here, trainer):
+            trainer.publish(1)
+            await lose(here.generator("lost"))
+            while trainer.sender.failing_since is None:
+                await asyncio.sleep(0.01)
+            while trainer.sender.failing_since is not None:
+                await asyncio.sleep(0.01)
+
+    play(scenario())
+
+
+def test_who_is_lost_is_no_reason_to_give_up_where_another_has_the_version(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with scene(tmp_path) as (here, trainer):
+            trainer.publish(1)
+            await Follower(here.generator("good")).follow(until=1)
+            await lose(here.generator("lost"))
+            while trainer.publisher.num_failed == 0:
+                await asyncio.sleep(0.01)
+            assert trainer.sender.failing_since is None
+            assert trainer.publisher.trouble() == ""
+
+    play(scenario())

@@ -151,7 +151,7 @@ def test_a_version_that_cannot_be_written_is_a_warning_and_the_next_supersedes_i
     in_the_way.touch()
     with caplog.at_level(logging.WARNING):
         publisher.snapshot(policy, WeightId(1, 1))
-        wait_until(lambda: "1.1 are not published" in caplog.text)
+        wait_until(lambda: "1.1 have not reached" in caplog.text)
     publisher.snapshot(policy, WeightId(1, 2))
     assert publisher.close(drain_s=10)
     assert announced.weights == [WeightId(1, 2)]
