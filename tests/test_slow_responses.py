@@ -55,7 +55,7 @@ async def train(run: Run, config: Config) -> list[dict[str, Any]]:
         generator = asyncio.create_task(generate(config, here.server.address))
         await learner.train()
         await generator
-        return [record.values for record in learner.records]
+        return [record.values for record in learner.records if record.name == "buffer"]
 
 
 class Finished:
