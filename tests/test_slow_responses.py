@@ -107,15 +107,15 @@ def test_groups_that_are_let_go_are_given_up_and_their_lengths_are_told(
     assert finished.total("num_late") == finished.counts[State.STALE]
     assert any("late_length_mean" in values for values in finished.values)
     assert finished.total("num_rollouts_lost") == 0
-    assert finished.took_s < 10
+    assert finished.took_s < 30
 
 
 def test_groups_with_a_stuck_rollout_are_trained_without_it(
     random_tiny_task: Path, tmp_path: Path
 ) -> None:
-    config = slow_config(random_tiny_task, group_size=4, buffer__lease_timeout_s=1.0)
+    config = slow_config(random_tiny_task, group_size=4, buffer__lease_timeout_s=2.0)
     finished = Finished(config, tmp_path, num_prompts=12)
     assert finished.counts[State.TRAINED] == 12
     assert finished.total("num_rollouts_lost") >= 2
     assert finished.total("num_failed") == 0
-    assert finished.took_s < 10
+    assert finished.took_s < 30
