@@ -11,7 +11,7 @@ from rich.text import Text
 
 from asyncrl.launch.time_table import short, time_tables
 from asyncrl.report.reading import in_order
-from asyncrl.report.summary import brief
+from asyncrl.report.updates import brief
 
 SHOWN_LEASES = 5
 SHOWN_GONE = 5

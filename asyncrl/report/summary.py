@@ -21,7 +21,7 @@ from asyncrl.report.series import (
     trained_steps,
 )
 from asyncrl.report.timeline import drawn_lanes, known_lanes
-from asyncrl.report.updates import UpdateCost, median, update_costs
+from asyncrl.report.updates import UpdateCost, brief, median, update_costs
 from asyncrl.run_clock import RunClock
 from asyncrl.shares import Lane, Shares, shares
 from asyncrl.states import AWAY, is_waiting
@@ -204,13 +204,6 @@ def _step_lines(facts: RunFacts) -> list[Line]:
     if skipped:
         lines.append(Line("steps skipped, loss or gradient not finite", f"{skipped:.0f}"))
     return lines
-
-
-def brief(seconds: float) -> str:
-    """As `0.4 ms`, `34 ms`, `1.2 s`, `42 s`, and longer ones as `duration`."""
-    if seconds < 1:
-        return f"{1000 * seconds:.{0 if seconds >= 0.002 or not seconds else 1}f} ms"
-    return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
 
 
 def _update_lines(costs: Sequence[UpdateCost]) -> list[Line]:

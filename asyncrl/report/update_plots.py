@@ -11,8 +11,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from asyncrl.report.axes import BLUE, GREEN, MANY_STEPS, ORANGE, RED, WIDTH_IN, line
 from asyncrl.report.series import smoothed
-from asyncrl.report.summary import RunFacts, brief
-from asyncrl.report.updates import STAGED, SWAPPED, UpdateCost, median, prepared_s
+from asyncrl.report.summary import RunFacts
+from asyncrl.report.updates import STAGED, SWAPPED, UpdateCost, brief, median, prepared_s
 
 GREY = "#a9b1ba"
 NOTHING_S = 5e-5

@@ -81,6 +81,13 @@ def median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
+def brief(seconds: float) -> str:
+    """As `0.4 ms`, `34 ms`, `1.2 s` or `42 s`."""
+    if seconds < 1:
+        return f"{1000 * seconds:.{0 if seconds >= 0.002 or not seconds else 1}f} ms"
+    return f"{seconds:.{1 if seconds < 10 else 0}f} s"
+
+
 def _recorded(run: RunRecords, blocked: Mapping[int, float | None]) -> list[UpdateCost]:
     """As the learner wrote it down for the buffer."""
     records = {int(r["step"]): r for r in run.metrics if r.get("weights/num_served")}
