@@ -169,3 +169,4 @@ if __name__ == "__main__":
     import torch.distributed as dist
 
     dist.destroy_process_group()
+    end_now(0)  # a thread may be in a broadcast: it would abort the program as it is torn down
