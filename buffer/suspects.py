@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container
 
-PATIENCE_S = (20.0, 640.0)
+PATIENCE_S = (10.0, 640.0)
 """A suspect is passed over for others for so long, and twice as long each time that it breaks
 another broadcast, up to a most: others lose little to it, and it is sent weights all the same."""
 
