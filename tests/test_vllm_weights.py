@@ -16,11 +16,20 @@ import numpy as np
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
-from vllm_running import PROMPT, Running, save_model, tensors_of
+from vllm_running import (
+    FAILS_IN_LOAD,
+    PROMPT,
+    RANK_1_FAILS,
+    Running,
+    publish,
+    save_model,
+    tensors_of,
+)
 from weights_sender import Sender, Version
 
 from asyncrl.manifest import Layout
 from asyncrl.types import Completion, Sampling, WeightId
+from generators import vllm_start
 from generators.engine import EngineError, Source, StagingError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -32,10 +41,11 @@ LONG = Sampling(temperature=1.0, max_tokens=250)
 class Scene:
     """One engine, the files of A and B, and the next weights to send it."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, num_receivers: int = 1) -> None:
         self.models = {n: save_model(root / n, tied=False, seed=i) for i, n in enumerate("AB")}
         self.plain = {n: Qwen3ForCausalLM.from_pretrained(m) for n, m in self.models.items()}
-        self.running = Running(self.models["A"])
+        self.num_receivers = num_receivers
+        self.running = Running(self.models["A"], tensor_parallel_size=num_receivers)
         self.engine = self.running.engine
 
     def set(self, **weights: Any) -> None:
@@ -44,20 +54,30 @@ class Scene:
         section = config.weights.model_copy(update={"stall_timeout_s": 2.0, **weights})
         self.engine._config = config.model_copy(update={"weights": section})
 
-    def sender(self, model: str, *, bad: bool = False) -> tuple[Sender, Source]:
-        """Of a version newer than the served one; `bad`: a byte of its last tensor is flipped."""
-        weights = WeightId(self.engine.serving.inc + 1, 1 if model == "A" else 2)
+    def sender(
+        self, model: str, *, number: int | None = None, bad: bool = False
+    ) -> tuple[Sender, Source]:
+        """Of weights newer than the served ones, version 1 with A and 2 with B unless it has
+        another `number`; `bad`: a byte of its last tensor is flipped."""
+        weights = WeightId(self.engine.serving.inc + 1, number or (1 if model == "A" else 2))
         version = Version.of(weights, tensors_of(self.models[model]))
         if bad:
             version.flat[Layout.of_manifest(version.manifest).places[-1].start] ^= 1
-        sender = Sender(version, stall_s=2.0)
+        sender = Sender(version, size=1 + self.num_receivers, stall_s=2.0)
         seat = sender.seat(bucket_bytes=BUCKET_BYTES)
         return sender, Source(weights=weights, seat=seat, manifest=version.json)
+
+    def written(self, model: str, root: Path) -> Source:
+        """The same in a directory."""
+        weights = WeightId(self.engine.serving.inc + 1, 1 if model == "A" else 2)
+        return Source(
+            weights=weights, location=publish(root, weights, tensors_of(self.models[model]))
+        )
 
     async def take(self, model: str) -> None:
         sender, source = self.sender(model)
         sender.start(bucket_bytes=BUCKET_BYTES)
-        assert await self.engine.check(source.manifest) == ["cpu"]
+        assert await self.engine.check(source.manifest) == ["cpu"] * self.num_receivers
         await stage_and_swap(self, source)
         assert self.engine.serving == source.weights
 
@@ -110,6 +130,18 @@ def test_weights_that_were_broadcast_are_served_bit_for_bit(scene: Scene, stagin
     run(scene.take("A"))
     back = run(generate(LONG, seed=1))
     assert close(back.logprobs, scene.logprobs("A", back))
+
+
+@pytest.mark.parametrize("staging", ["device", "none"])
+def test_weights_in_a_directory_are_served_with_other_staging_too(
+    scene: Scene, staging: str, tmp_path: Path
+) -> None:
+    scene.set(staging=staging)
+    for model in ("B", "A"):
+        source = scene.written(model, tmp_path)
+        scene.running.run(stage_and_swap(scene, source))
+        completion = scene.running.run(scene.running.generate(LONG))
+        assert close(completion.logprobs, scene.logprobs(model, completion))
 
 
 async def updated_in_flight(scene: Scene) -> Completion:
@@ -211,6 +243,56 @@ def test_a_sender_that_never_comes_leaves_the_old_version_serving(
     assert close(completion.logprobs, scene.logprobs("A", completion))
 
 
+async def never_serves_again(scene: Scene, source: Source, why: str) -> None:
+    """The swap to `source` fails half-way, and the engine gives no token after it."""
+    serving = scene.engine.serving
+    request = asyncio.create_task(scene.running.generate(LONG))
+    await asyncio.sleep(0.05)
+    with pytest.raises(EngineError, match=f"half-way.*{why}"):
+        await scene.engine.swap(source.weights)
+    assert scene.engine.serving == serving
+    num_sampled = scene.engine.num_sampled(f"test-{scene.running.num_requests}")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(scene.running.generate(), 1)
+    assert scene.engine.num_sampled(f"test-{scene.running.num_requests - 1}") == num_sampled
+    assert not request.done()
+    request.cancel()
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    """An engine on two tensor-parallel ranks, with the faults of faulty_vllm.py."""
+    monkeypatch.setattr(vllm_start, "EXTENSION", "faulty_vllm.FaultyWeights")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    scene = Scene(tmp_path, num_receivers=2)
+    yield scene
+    scene.running.close()
+
+
+def test_every_tensor_parallel_rank_receives_and_none_loads_before_all_have_verified(
+    two_ranks: Scene,
+) -> None:
+    run, generate = two_ranks.running.run, two_ranks.running.generate
+    for staging in ("none", "host"):
+        two_ranks.set(staging=staging, stall_timeout_s=5.0)
+        for model in ("B", "A"):
+            run(two_ranks.take(model))
+            completion = run(generate(LONG))
+            assert close(completion.logprobs, two_ranks.logprobs(model, completion))
+
+    sender, source = two_ranks.sender("B", number=RANK_1_FAILS)
+    sender.start(bucket_bytes=BUCKET_BYTES)
+    with pytest.raises(StagingError, match="damaged"):
+        run(two_ranks.engine.stage(source))
+    completion = run(generate(LONG))
+    assert close(completion.logprobs, two_ranks.logprobs("A", completion))
+
+    sender, source = two_ranks.sender("B", number=FAILS_IN_LOAD)
+    sender.start(bucket_bytes=BUCKET_BYTES)
+    run(two_ranks.engine.stage(source))
+    run(never_serves_again(two_ranks, source, "planted in the load"))
+
+
 def test_what_fails_under_pause_after_the_first_write_is_never_served(scene: Scene) -> None:
     """The last test of this engine: it is half of A, half of B."""
     scene.set(staging="none")
@@ -218,14 +300,5 @@ def test_what_fails_under_pause_after_the_first_write_is_never_served(scene: Sce
     sender, source = scene.sender("B", bad=True)
     sender.start(bucket_bytes=BUCKET_BYTES)
 
-    async def scenario() -> None:
-        request = asyncio.create_task(scene.running.generate(LONG))
-        await scene.engine.stage(source)
-        with pytest.raises(EngineError, match=r"half-way.*damaged"):
-            await scene.engine.swap(source.weights)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(scene.running.generate(), 1)
-        assert not request.done(), "the engine stands still"
-        request.cancel()
-
-    scene.running.run(scenario())
+    scene.running.run(scene.engine.stage(source))
+    scene.running.run(never_serves_again(scene, source, "damaged"))

@@ -22,6 +22,10 @@ T = TypeVar("T")
 VOCABULARY = 96
 PROMPT = np.random.default_rng(0).integers(0, VOCABULARY, 300).astype(np.int32)
 """Longer than two blocks of vLLM's prefix cache (128 tokens each on CPUs)."""
+FAILS_IN_LOAD = 66
+"""With faulty_vllm.py: the version whose load fails after some of its tensors are written."""
+RANK_1_FAILS = 77
+"""The second receiver finds the bytes of this version damaged, the first one does not."""
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 
 
@@ -54,7 +58,7 @@ def publish(root: Path, weights: WeightId, tensors: dict[str, torch.Tensor]) -> 
     return str(write_version(root, weights, tensors, bucket_bytes=1 << 20).location)
 
 
-def make_config(model: Path) -> Config:
+def make_config(model: Path, **vllm: int) -> Config:
     return Config.model_validate(
         {
             "model": {"path": str(model), "dtype": "float32"},
@@ -64,7 +68,7 @@ def make_config(model: Path) -> Config:
                 "max_response_length": 400,
             },
             "reward": {"path": "unused:unused"},
-            "generator": {"vllm": {"max_num_seqs": 16, "cpu_kv_cache_gib": 1}},
+            "generator": {"vllm": {"max_num_seqs": 16, "cpu_kv_cache_gib": 1, **vllm}},
         }
     )
 
@@ -72,10 +76,11 @@ def make_config(model: Path) -> Config:
 class Running:
     """An engine and the event loop that it lives on."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **vllm: int) -> None:
+        """`vllm`: options of the engine besides those of make_config."""
         self.runner = asyncio.Runner()
-        self.engine = VllmEngine(make_config(model))
-        self.run(self.engine.start(), timeout_s=120)
+        self.engine = VllmEngine(make_config(model, **vllm))
+        self.run(self.engine.start(), timeout_s=140)
         self.num_requests = 0
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 60) -> T:
