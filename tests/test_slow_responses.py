@@ -27,6 +27,7 @@ from generators.worker import Worker
 async def generate(config: Config, address: str) -> None:
     """A generator from its hello to the end of the run."""
     tokens, rewards = Tokens(config), RewardWorkers(config.reward)
+    await asyncio.to_thread(rewards.start)  # before the clock of any lease runs
     client, clock = Client(address, hello=HELLO), PhaseClock("starting")
     ended = asyncio.get_running_loop().create_future()
     engine = ScriptedEngine(config.generator.scripted, vocab_size=64)
