@@ -50,6 +50,8 @@ class VllmEngine:
         self._staged: WeightId | None = None
         self._source: Source | None = None
         """Of `_staged`."""
+        self._devices: list[str] = []
+        """Of its receivers; they never change, and asking waits for the engine's step."""
         self._open = asyncio.Event()
         self._open.set()
 
@@ -98,7 +100,8 @@ class VllmEngine:
 
         model = self._config.model
         await asyncio.to_thread(check_manifest, manifest, Path(model.path), model.dtype)
-        return await self._rpc("receiving_device")
+        self._devices = self._devices or await self._rpc("receiving_device")
+        return self._devices
 
     async def stage(self, source: Source) -> StageTimes:
         self._staged, self._source = None, source
