@@ -16,15 +16,3 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # How long an example takes depends on what else the machine does; tests have their own time-outs.
 settings.register_profile("asyncrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("asyncrl")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where pytest-xdist runs several tests at a time (--dist loadgroup), a file stays in one
-    piece, but no two engines and no two whole runs share the machine."""
-    for item in items:
-        group = item.path.name
-        if item.get_closest_marker("vllm"):
-            group = "engines"
-        elif item.get_closest_marker("whole"):
-            group = "whole runs"
-        item.add_marker(pytest.mark.xdist_group(group))

@@ -16,7 +16,7 @@ import pytest
 from local_runs import REPOSITORY, write_scripted_config
 from role_runs import Program, Shells, shells
 
-pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 NUM_PROMPTS = 60
 FAST = "generator.scripted.tokens_per_s=100"

@@ -15,7 +15,7 @@ from chaos_runs import (
     write_chaos_config,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 BOUND = 2
 BIMODAL = ("buffer.order=ready", "buffer.zero_variance=drop", "generator.scripted.slow_share=0.1")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from local_runs import launched, run_local, still_running, write_scripted_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.whole]
+pytestmark = pytest.mark.e2e
 
 FAST = "generator.scripted.tokens_per_s=500"
 

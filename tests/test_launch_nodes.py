@@ -8,7 +8,7 @@ import pytest
 from local_runs import write_scripted_config
 from role_runs import Shells, free_port, shells
 
-pytestmark = [pytest.mark.e2e, pytest.mark.whole]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from local_runs import launched, still_running, write_scripted_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.whole]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from learner.policy import load_policy
 from learner.ranks import start_ranks
 from learner.train_step import train_step
 
-pytestmark = [pytest.mark.e2e, pytest.mark.whole]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")

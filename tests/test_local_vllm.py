@@ -16,7 +16,6 @@ from asyncrl.run_dir import RunDir
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.e2e,
-    pytest.mark.whole,
     pytest.mark.timeout(400),
 ]
 

@@ -19,7 +19,7 @@ from scripted_run_fixtures import GROUPS, STEPS
 from asyncrl.report.reading import read_run
 from asyncrl.report.summary import gather
 
-pytestmark = [pytest.mark.e2e, pytest.mark.whole]
+pytestmark = pytest.mark.e2e
 
 BROWSER = next(
     filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), ""
