@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tiny_fixtures", "generator_fixtures", "scripted_run_fixtures"]
