@@ -178,6 +178,7 @@ class CollectiveSender:
             meeting.close()
             raise
         if not seated:
+            self._is_refused = True
             meeting.close()
             return "; ".join(refused.values())
         work = Disposable(lambda: self._transfer(meeting, seat, flat, deadline), name="broadcast")
