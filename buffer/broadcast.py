@@ -28,11 +28,10 @@ class Broadcast:
     def unreported(self) -> list[str]:
         return [name for name in self.members if not self.has_reported(name)]
 
-    def suspects(self) -> list[str]:
-        """Who may have broken it, after it was begun: those that say nothing; or, where nobody has
-        got the version and nobody owns up, all of them: one of them cannot reach another."""
-        is_lost_by_all = not self.staged and not self.has_culprit
-        return self.unreported() or (list(self.members) if is_lost_by_all else [])
+    def is_lost_by_all(self) -> bool:
+        """Nobody has got the version, everybody says so, and nobody owns up: one of them may be
+        unable to reach another."""
+        return not (self.staged or self.unreported() or self.has_culprit)
 
     def seat(self, name: str) -> Seat | None:
         """None before the sender listens."""

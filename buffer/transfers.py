@@ -175,25 +175,31 @@ class Transfers:
         """Nobody, as long as others are worth waiting for."""
         self._ready = {n: c for n, c in self._ready.items() if self._is_alive(n)}
         due, trusted = self._due(now), self._trusted()
-        if due or not trusted:
-            return due[:1]
-        first = min(self._ready[name].since for name in trusted)
-        return trusted if now - first >= JOIN_WINDOW_S or not self._late() else []
+        ready = [name for name in due if name in self._ready]
+        if ready or not trusted:
+            return ready[:1]
+        if now - min(self._ready[name].since for name in trusted) >= JOIN_WINDOW_S:
+            self._suspects.stayed_away(due)
+            return trusted
+        return [] if due or self._late() else trusted
 
     def _trusted(self) -> list[str]:
         return [name for name in self._ready if name not in self._suspects]
 
     def _due(self, now: float) -> list[str]:
-        """Suspects whose turn it is."""
+        """Suspects whose turn it is, ready or not."""
         followers = [m.name for m in self._members.alive() if m.name in self._followers]
         return self._suspects.due(
-            self._ready,
+            [*self._ready, *self._lacking()],
             is_alone=all(name in self._suspects for name in followers),
             are_others_ready=bool(self._trusted()),
             now=now,
         )
 
     def _late(self) -> list[str]:
+        return [name for name in self._lacking() if name not in self._suspects]
+
+    def _lacking(self) -> list[str]:
         """Those who lack the offer and have yet to say that they are ready."""
         assert self.offer is not None
         return [
@@ -202,7 +208,6 @@ class Transfers:
             if m.name in self._followers
             and max(m.serving, self._has.get(m.name, m.serving)) < self.offer.weights
             and not {m.name} & (self._ready.keys() | self._refusals.keys())
-            and m.name not in self._suspects
         ]
 
     def _retire(self) -> None:
@@ -212,8 +217,10 @@ class Transfers:
         if broadcast is None:
             return
         if broadcast.place is not None:
-            for name in broadcast.suspects():
+            for name in broadcast.unreported():
                 self._suspects.broke(name)
+            for name in broadcast.members if broadcast.is_lost_by_all() else ():
+                self._suspects.lost(name, is_alone=len(broadcast.members) == 1)
         elif self.offer is not None and self.offer.weights == broadcast.weights:
             for name in broadcast.unreported():
                 self._ready[name] = _Candidate(broadcast.members[name], float("-inf"))

@@ -285,6 +285,28 @@ def test_when_a_broadcast_is_lost_by_all_and_nobody_owns_up_each_gets_its_own() 
     assert got == ["good"], "one that cannot reach the learner keeps weights from the other"
 
 
+def test_a_suspect_whose_turn_it_is_may_be_ready_a_moment_later_than_the_others() -> None:
+    scene = Scene("a", "b")
+    scene.publish(V1)
+    scene.ready("a", "b")
+    roster = scene.close()
+    assert roster is not None
+    assert scene.open(roster.roster)
+    for name in ("a", "b"):
+        scene.staged(name, roster.roster, error="the learner stood still", is_lost=True)
+    scene.ready("a")
+    roster = scene.close()
+    assert names(roster) == ["a"]
+    assert roster is not None
+    assert scene.open(roster.roster)
+    scene.staged("a", roster.roster)
+    scene.publish(V2)
+    scene.ready("a", weights=V2)
+    assert scene.close(V2) is None, "it is b's turn"
+    scene.ready("b", weights=V2)
+    assert names(scene.close(V2)) == ["b"]
+
+
 def play_version(scene: Scene, version: int) -> list[str]:
     """Both are ready for each version at once, which takes a second; `bad` breaks its broadcasts.
     Returns who was in the roster."""
