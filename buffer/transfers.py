@@ -136,11 +136,11 @@ class Transfers:
         if not message.error:
             self._has[name] = max(weights, self._has.get(name, weights))
             self._suspects.went_well(name)
-        elif not message.is_lost:
-            self._suspects.broke(name)
         if broadcast is None or broadcast.number != message.roster or not self._sits(name):
-            return
+            return  # that it broke one, and was not heard of, is known
         if message.error:
+            if not message.is_lost:
+                self._suspects.broke(name)
             broadcast.failed[name] = message.error
             broadcast.has_culprit |= not message.is_lost
         else:
