@@ -287,7 +287,9 @@ class Seat(Message):
     roster: Count = 0
     """Its number; 0: there is no seat yet."""
     is_over: bool = False
-    """True: these weights are offered no longer. Ask what is newest."""
+    """True: there will be none. Ask what is newest."""
+    reason: Text = ""
+    """Why, where it is not that these weights are offered no longer."""
     host: Name = ""
     port: Count = 0
     backend: Literal["gloo", "nccl"] = "gloo"

@@ -1,5 +1,5 @@
-"""Generators that broke a broadcast: they are sent weights alone, the more rarely the more they
-break."""
+"""Generators that broke a broadcast, or may have: these are sent weights in ever smaller rosters
+until one goes well, those alone, and the more rarely the more they break."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Suspects:
 
     def lost(self, name: str, *, is_alone: bool) -> None:
         """It was in a broadcast that was lost by nobody's fault, as far as anybody knows: each of
-        its members is doubted, until it was sent weights alone."""
+        its members is doubted, until it is in one that goes well."""
         if is_alone:
             self.broke(name)
         else:
@@ -68,6 +68,13 @@ class Suspects:
             if num_broken == 0 or is_alone or is_first_try or waited_s >= self._patience_s(name):
                 due.append(name)
         return sorted(due, key=self._passed_over.__getitem__)
+
+    def together(self, due: list[str]) -> list[str]:
+        """Which of these, whose turn it is, are sent weights in one broadcast. Of those that are
+        only doubted it is half, so that few broadcasts tell which of them it was; any other
+        goes alone."""
+        doubted = [name for name in due if self._broken[name] == 0]
+        return doubted[: max(1, len(doubted) // 2)] or due[:1]
 
     def _patience_s(self, name: str) -> float:
         first, longest = PATIENCE_S

@@ -99,7 +99,8 @@ class Transfers:
             return broadcast.seat(name)
         is_offered = self.offer is not None and self.offer.weights == weights
         is_offered = is_offered and self._is_sender_there()
-        return Seat(is_over=True) if not is_offered or name in self._refusals else None
+        reason = self._refusals.get(name, "") if is_offered else ""
+        return Seat(is_over=True, reason=reason) if not is_offered or reason else None
 
     def close_roster(self, weights: WeightId, *, request: int, now: float) -> Roster | None:
         """Who is sent `weights` now; None: nobody yet. `request` is the number of the learner's
@@ -177,7 +178,7 @@ class Transfers:
         due, trusted = self._due(now), self._trusted()
         ready = [name for name in due if name in self._ready]
         if ready or not trusted:
-            return ready[:1]
+            return self._suspects.together(ready)
         if now - min(self._ready[name].since for name in trusted) >= JOIN_WINDOW_S:
             self._suspects.stayed_away(due)
             return trusted
@@ -224,7 +225,10 @@ class Transfers:
         elif self.offer is not None and self.offer.weights == broadcast.weights:
             for name in broadcast.unreported():
                 self._ready[name] = _Candidate(broadcast.members[name], float("-inf"))
-        self._suspects.keep(self._members.by_name)
+        known = self._members.by_name
+        self._suspects.keep(known)
+        self._followers &= known.keys()
+        self._has = {name: weights for name, weights in self._has.items() if name in known}
 
     def _sits(self, name: str) -> bool:
         """It has a place in the broadcast under way, and has not left it."""

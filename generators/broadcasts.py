@@ -35,6 +35,8 @@ class Broadcasts:
             raise RefusedWeights(str(error)) from None
         while True:
             seat = await self._ask(offer, devices=devices)
+            if seat.reason:
+                raise RefusedWeights(seat.reason)
             if seat.is_over:
                 return None
             if seat.roster:

@@ -228,6 +228,7 @@ def test_a_file_that_is_not_there_names_its_neighbour(file: Path) -> None:
     [
         (["group_size=1"], ["1", "2 or more"]),
         (["max_staleness=1", "weights.publish_every=3"], ["3", "max_staleness + 1 = 2"]),
+        (["weights.transport=collective", "weights.dir=/x"], ["weights.dir", "disk"]),
         (["network.buffer=tcp://10.0.0.1:5570"], ["10.0.0.1", "loopback"]),
         (["network.buffer=127.0.0.1:5570"], ["tcp://HOST:PORT"]),
         (["run_name=../elsewhere"], ["../elsewhere"]),

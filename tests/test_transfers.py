@@ -285,6 +285,29 @@ def test_when_a_broadcast_is_lost_by_all_and_nobody_owns_up_each_gets_its_own() 
     assert got == ["good"], "one that cannot reach the learner keeps weights from the other"
 
 
+def test_one_of_many_that_loses_every_broadcast_is_found_in_few_of_them() -> None:
+    everybody = [f"generator-{number}" for number in range(64)]
+    scene = Scene(*everybody)
+    scene.publish(V1)
+    got: set[str] = set()
+    num_broadcasts = 0
+    while len(got) < 63:
+        scene.ready(*(name for name in everybody if name not in got))
+        scene.now += JOIN_WINDOW_S
+        roster = scene.close()
+        if roster is None:
+            continue
+        assert scene.open(roster.roster)
+        num_broadcasts += 1
+        is_lost = "generator-17" in names(roster)
+        for name in names(roster):
+            error = "not everybody came" if is_lost else ""
+            scene.staged(name, roster.roster, error=error, is_lost=is_lost)
+            got |= set() if is_lost else {name}
+    assert num_broadcasts <= 15
+    assert got == {*everybody} - {"generator-17"}
+
+
 def test_a_suspect_whose_turn_it_is_may_be_ready_a_moment_later_than_the_others() -> None:
     scene = Scene("a", "b")
     scene.publish(V1)
@@ -332,7 +355,7 @@ def test_who_cannot_be_in_the_group_leaves_the_roster_and_waits_for_the_next_off
     assert scene.open_without(roster.roster, {"a": "it has no GPU"})
     seat, over = (scene.transfers.seat(scene.generators[name], V1) for name in ("b", "a"))
     assert seat is not None and (seat.rank, seat.size) == (1, 2)
-    assert over is not None and over.is_over
+    assert over is not None and (over.is_over, over.reason) == (True, "it has no GPU")
     assert scene.transfers.newer(scene.generators["a"], WeightId(0, 0)) is None
     scene.publish(V2)
     assert scene.transfers.newer(scene.generators["a"], WeightId(0, 0)) is not None

@@ -521,6 +521,11 @@ class Config(Section):
                 "buffer.on_late: reissue needs buffer.order=ready: in fifo a group that is "
                 "generated anew is the first in line again, and would be waited for all the same"
             )
+        if self.transport == "collective" and self.weights.dir is not None:
+            yield (
+                "weights.dir: weights.transport=collective uses no directory: leave it out, or set "
+                "weights.transport=disk"
+            )
         if self.weights.publish_every > self.max_staleness + 1:
             yield (
                 f"weights.publish_every: {self.weights.publish_every} is more than max_staleness "
