@@ -27,10 +27,11 @@ from asyncrl.messages import (
     Published,
     Roster,
 )
-from asyncrl.process_groups import Disposable, Group, GroupError, Meeting, Seat
+from asyncrl.process_groups import Disposable, GroupError, Meeting, Seat
 from asyncrl.types import WeightId
 from asyncrl.wire import Frame, Packet
 from learner.snapshots import Snapshot
+from learner.transfer import Transfer, slice_bytes
 from learner.weights_out import News
 
 log = logging.getLogger(__name__)
@@ -181,13 +182,18 @@ class CollectiveSender:
             self._is_refused = True
             meeting.close()
             return "; ".join(refused.values())
-        work = Disposable(lambda: self._transfer(meeting, seat, flat, deadline), name="broadcast")
+        device = self._device if backend == "nccl" else torch.device("cpu")
+        transfer = Transfer(self._config, meeting, seat, device=device, deadline=deadline)
+        work = Disposable(lambda: transfer.send(flat), name="broadcast")
         try:
             work.result(timeout_s=max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            return self._too_long()
+            return transfer.too_long()
         except GroupError as error:
             return str(error)
+        finally:
+            self._times.rendezvous_s = transfer.rendezvous_s
+            self._times.transfer_s = transfer.transfer_s
         return ""
 
     def _open(self, roster: Roster, weights: WeightId, seat: Seat, refused: dict[str, str]) -> None:
@@ -200,50 +206,9 @@ class CollectiveSender:
                 host=seat.host,
                 port=seat.port,
                 backend=seat.backend,
-                bucket_bytes=self._slice_bytes(),
+                bucket_bytes=slice_bytes(self._config),
                 refused=refused,
             )
-        )
-
-    def _transfer(self, meeting: Meeting, seat: Seat, flat: torch.Tensor, deadline: float) -> None:
-        """In a thread of its own, which ends at `deadline` or one stall later."""
-        started = time.monotonic()
-        device = self._device if seat.backend == "nccl" else torch.device("cpu")
-        stall_s = self._config.stall_timeout_s
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # a new thread would use the first GPU
-            group = Group(seat, device=device, join_s=stall_s, stall_s=stall_s, store=meeting.store)
-            self._times.rendezvous_s = time.monotonic() - started
-            try:
-                self._send_slices(group, flat, deadline)
-            except BaseException:
-                group.abort()
-                raise
-            finally:
-                group.close()
-        finally:
-            meeting.close()
-
-    def _send_slices(self, group: Group, flat: torch.Tensor, deadline: float) -> None:
-        started, step = time.monotonic(), self._slice_bytes()
-        for start in range(0, len(flat), step):
-            if time.monotonic() > deadline:
-                raise GroupError(self._too_long())
-            part = flat[start : start + step]
-            group.broadcast(part)
-            if self._config.max_bytes_per_s is not None:
-                due = started + (start + len(part)) / self._config.max_bytes_per_s
-                time.sleep(max(0.0, due - time.monotonic()))
-        self._times.transfer_s = time.monotonic() - started
-
-    def _slice_bytes(self) -> int:
-        """Of one broadcast. A slow sender makes them smaller, so that none seems to stall."""
-        most = self._config.bucket_bytes
-        if self._config.max_bytes_per_s is None:
-            return most
-        return max(
-            1, min(most, int(self._config.max_bytes_per_s * self._config.stall_timeout_s / 4))
         )
 
     def _outcome(self, weights: WeightId, roster: Roster, *, deadline: float) -> Outcome:
@@ -259,9 +224,6 @@ class CollectiveSender:
             outcome: Outcome = packet.message if packet is not None else Outcome()
             if not outcome.missing or time.monotonic() > deadline:
                 return outcome
-
-    def _too_long(self) -> str:
-        return f"the transfer took longer than weights.timeout_s = {self._config.timeout_s:g}"
 
     def _fail(self, reason: str) -> None:
         if not self._has_arrived:
