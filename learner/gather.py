@@ -6,6 +6,7 @@ everything to everybody, one small message at a time.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,12 +44,14 @@ def copy_whole(
     dtype: torch.dtype,
     rank: int,
     size: int,
-) -> None:
+) -> float:
     """Copies every tensor of `sharded` (float32, its rows cut over the ranks) whole into its
     contiguous target of the same name and shape, in `dtype`, on rank 0; others have no targets.
 
     A collective. Memory on every rank: BUCKET_BYTES. When it returns the targets can be read.
+    Returns the seconds that rank 0 spent on the shards of others (on GPUs: on asking for them).
     """
+    gather_s = 0.0
     shards = {name: local_part(tensor) for name, tensor in sharded.items()}
     device = next(iter(shards.values())).device
     if rank == 0:
@@ -61,13 +64,16 @@ def copy_whole(
         rows = torch.empty(size - 1 if rank == 0 else 1, length, dtype=dtype, device=device)
         for pieces in cut(lengths, length):
             if rank == 0:
+                began = time.monotonic()
                 _receive(rows[:, : _filled(pieces)])
+                gather_s += time.monotonic() - began
                 _unpack(rows, pieces, lengths, targets)
             else:
                 _pack(shards, pieces, rows[0])
                 _exchange([dist.P2POp(dist.isend, rows[0, : _filled(pieces)], 0)])
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+    return gather_s
 
 
 def cut(lengths: Mapping[str, int], bucket: int) -> Iterator[list[Piece]]:

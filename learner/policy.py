@@ -65,11 +65,12 @@ class Policy(nn.Module):
         for name, parameter in self.masters():
             yield name, gather_tensor(parameter.detach().to(dtype))
 
-    def copy_into(self, targets: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    def copy_into(self, targets: Mapping[str, Tensor], dtype: torch.dtype) -> float:
         """Copies all parameters, cast to `dtype`, into the lead's contiguous `targets` of the same
-        names and shapes, on any device; those of other ranks are not looked at. A collective."""
+        names and shapes, on any device; those of other ranks are not looked at. A collective.
+        Returns the seconds of it that the lead spent on the shards of others."""
         ranks = self.ranks
-        copy_whole(self._by_name, targets, dtype=dtype, rank=ranks.rank, size=ranks.size)
+        return copy_whole(self._by_name, targets, dtype=dtype, rank=ranks.rank, size=ranks.size)
 
     @torch.no_grad()
     def check_finite(self) -> None:

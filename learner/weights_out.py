@@ -107,6 +107,8 @@ class Publisher:
         self._news = News()
         self.snapshot_s = 0.0
         """How long the last snapshot held up training."""
+        self.gather_s = 0.0
+        """How much of it went into the shards of other ranks."""
         self.blocked_s = 0.0
         """How long all of them did."""
         self.num_published = 0
@@ -128,7 +130,7 @@ class Publisher:
         slot = self._take_slot()
         if slot is not None:
             slot.allocate(policy, self._dtype)
-        policy.copy_into(slot.tensors if slot is not None else {}, self._dtype)
+        self.gather_s = policy.copy_into(slot.tensors if slot is not None else {}, self._dtype)
         if slot is not None:
             slot.weights = weights
             with self._state:
@@ -165,6 +167,7 @@ class Publisher:
         """Seconds of the last snapshot and of the phases of the last publication, and counts."""
         values = {
             "snapshot_s": self.snapshot_s,
+            "gather_s": self.gather_s,
             "blocked_s": self.blocked_s,
             "num_published": float(self.num_published),
             "num_failed": float(self.num_failed),
