@@ -68,6 +68,14 @@ class Scene:
             )
         )
 
+    def opened(self, *names: str) -> Roster:
+        """These are ready, and the roster of them has a sender that listens."""
+        self.ready(*names)
+        roster = self.close()
+        assert roster is not None
+        assert self.open(roster.roster)
+        return roster
+
     def staged(self, name: str, number: int, *, error: str = "", is_lost: bool = False) -> None:
         message = Staged(inc=1, version=1, roster=number, error=error, is_lost=is_lost)
         self.transfers.staged(self.generators[name], message)
@@ -132,10 +140,7 @@ def test_members_of_a_group_that_was_never_opened_are_ready_again() -> None:
 def test_who_is_silent_after_a_broadcast_is_not_waited_for_and_comes_back_alone() -> None:
     scene = Scene("a", "b")
     scene.publish(V1)
-    scene.ready("a", "b")
-    first = scene.close()
-    assert first is not None
-    assert scene.open(first.roster)
+    first = scene.opened("a", "b")
     scene.staged("a", first.roster, error="the group broke", is_lost=True)
     outcome, is_complete = scene.transfers.outcome(first.roster)
     assert (outcome.failed, outcome.missing) == ({"a": "the group broke"}, ["b"])
@@ -153,10 +158,7 @@ def test_who_is_silent_after_a_broadcast_is_not_waited_for_and_comes_back_alone(
 def test_a_dead_generator_completes_the_outcome() -> None:
     scene = Scene("a", "b")
     scene.publish(V1)
-    scene.ready("a", "b")
-    roster = scene.close()
-    assert roster is not None
-    assert scene.open(roster.roster)
+    roster = scene.opened("a", "b")
     scene.staged("a", roster.roster)
     scene.generators["b"].end("dead", since=0.0)
     outcome, is_complete = scene.transfers.outcome(roster.roster)
@@ -167,10 +169,7 @@ def test_a_dead_generator_completes_the_outcome() -> None:
 def test_nobody_waits_for_generators_after_the_end_of_the_run() -> None:
     scene = Scene("a")
     scene.publish(V1)
-    scene.ready("a")
-    roster = scene.close()
-    assert roster is not None
-    assert scene.open(roster.roster)
+    roster = scene.opened("a")
     assert scene.transfers.outcome(roster.roster)[1] is False
     outcome, is_complete = scene.transfers.outcome(roster.roster, has_ended=True)
     assert (outcome.failed, is_complete) == ({"a": "the run has ended"}, True)
@@ -225,10 +224,7 @@ def test_a_learner_that_is_not_there_offers_nothing() -> None:
 def test_who_has_the_version_but_does_not_serve_it_yet_is_not_waited_for() -> None:
     scene = Scene("a", "b")
     scene.publish(V1)
-    scene.ready("a", "b")
-    roster = scene.close()
-    assert roster is not None
-    scene.open(roster.roster)
+    roster = scene.opened("a", "b")
     scene.staged("a", roster.roster)
     scene.staged("b", roster.roster, error="no memory")
     scene.ready("b")
@@ -311,10 +307,7 @@ def test_one_of_many_that_loses_every_broadcast_is_found_in_few_of_them() -> Non
 def test_a_suspect_whose_turn_it_is_may_be_ready_a_moment_later_than_the_others() -> None:
     scene = Scene("a", "b")
     scene.publish(V1)
-    scene.ready("a", "b")
-    roster = scene.close()
-    assert roster is not None
-    assert scene.open(roster.roster)
+    roster = scene.opened("a", "b")
     for name in ("a", "b"):
         scene.staged(name, roster.roster, error="the learner stood still", is_lost=True)
     scene.ready("a")
