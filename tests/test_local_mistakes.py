@@ -41,6 +41,7 @@ def config(tmp_path: Path, random_tiny_task: Path) -> Path:
         ("reward.path=tests/rewards_by_text.py:exakt", "exact"),
         ("group_size=1", "group_size"),
         ("weights.publish_every=9", "publish_every"),
+        ("weights.host=203.0.113.7", "weights.host"),
         ("network.buffer=tcp://0.0.0.0:5570", "network.buffer"),
     ],
 )

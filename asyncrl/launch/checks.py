@@ -10,6 +10,7 @@ from asyncrl.address import Address
 from asyncrl.config import Config
 from asyncrl.journal.cap import check_cap
 from asyncrl.launch.models import find_model
+from asyncrl.launch.placement import visible_gpus
 from asyncrl.tasks.prompts import check_prompts
 from asyncrl.tasks.rewards import check_reward, resolve
 from asyncrl.tasks.rows import load_rows
@@ -63,6 +64,26 @@ def check_port(config: Config) -> None:
                 f"cannot listen on {address}: {error.strerror}. Is another run using this port? "
                 "Set network.buffer to a free one"
             ) from None
+
+
+def check_sender(config: Config) -> None:
+    """What a learner of this machine needs to broadcast weights. Raises ValueError."""
+    if config.transport == "disk":
+        return
+    if config.weights.backend == "nccl" and not visible_gpus():
+        raise ValueError("weights.backend: nccl, but the learner has no GPU: use auto or gloo")
+    host = config.weights.host
+    if host is None:
+        return
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        raise ValueError(
+            f"weights.host: cannot listen at {host}: {error.strerror}: name an address of the "
+            "learner's machine, or use weights.transport=disk"
+        ) from None
 
 
 def with_model(config: Config, directory: Path) -> Config:

@@ -11,7 +11,7 @@ from rich.console import Console
 from asyncrl.config import Config
 from asyncrl.config.load import load_config, save_resolved
 from asyncrl.journal.claim import how_to_go_on
-from asyncrl.launch.checks import check_port, check_run, worst_case
+from asyncrl.launch.checks import check_port, check_run, check_sender, worst_case
 from asyncrl.launch.children import Children, Program, role_command
 from asyncrl.launch.failures import DRAINED
 from asyncrl.launch.open_run import open_run_dir
@@ -31,6 +31,7 @@ def run_local(path: Path, overrides: Sequence[str]) -> int:
     """
     config = check_run(load_config(path, overrides))
     check_port(config)
+    check_sender(config)
     placement = place(config, gpus=visible_gpus(), num_cores=count_cores())
     # a run goes on whether or not somebody can see it
     console, errors = plain_console(is_needed=False), plain_console(stderr=True, is_needed=False)
@@ -39,7 +40,8 @@ def run_local(path: Path, overrides: Sequence[str]) -> int:
         config = placement.in_config(config)
         save_resolved(config, run_dir.config_of("buffer"))
         console.print(f"run directory {run_dir.path}", soft_wrap=True)
-        console.print(placement.describe())
+        way = "broadcast" if config.transport == "collective" else "files"
+        console.print(f"{placement.describe()}; weights go by {way}", soft_wrap=True)
         console.print(worst_case(config), soft_wrap=True)
         try:
             with Children(run_dir.logs) as children:

@@ -26,6 +26,7 @@ from asyncrl.launch.checks import (
     check_generator,
     check_port,
     check_run,
+    check_sender,
     with_model,
     worst_case,
 )
@@ -58,6 +59,7 @@ def become_learner(
 ) -> NoReturn:
     """`ranks`: processes on this machine. Raises ValueError for what the user can mend."""
     config = _load(path, overrides, connect)
+    check_sender(config)
     config = with_model(config, find_model(config.model.path))
     run_dir, config = _join(config, "learner", name="learner")
     wanted = config.local.learner_ranks
