@@ -129,6 +129,7 @@ def _learn(
     try:
         ranks = start_ranks()
         line, outlet = sides(config, run_dir, ranks)
+        signals.stop_publishing = partial(outlet.close, drain_s=0.0)
         learner = Learner(config, run_dir, line=line, outlet=outlet, ranks=ranks, clock=clock)
         learner.take_over()
         has_started = True

@@ -25,7 +25,10 @@ class EndOnSignals:
     def __init__(self, published: Path | None) -> None:
         """`published` is that directory (None: another rank's to remove)."""
         self.say_goodbye: Callable[[str], None] = lambda reason: None
-        """Called first, with the reason in words; takes a second at most."""
+        """Called last, with the reason in words; takes a second, in which the process may be
+        killed by whoever has sent the signal."""
+        self.stop_publishing: Callable[[], object] = lambda: None
+        """Called first: who publishes on would make the directory anew."""
         self._published = published
         self._has_come = threading.Event()
         reader, writer = os.pipe()
@@ -47,8 +50,9 @@ class EndOnSignals:
             number = os.read(reader, 1)[0]
         self._has_come.set()
         try:
-            self.say_goodbye(f"ended by {signal.Signals(number).name}")
+            self.stop_publishing()
             if self._published is not None:
                 remove_whole(self._published)
+            self.say_goodbye(f"ended by {signal.Signals(number).name}")
         finally:
             end_now(128 + number)
