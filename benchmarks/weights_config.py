@@ -15,7 +15,7 @@ RESPONSE_TOKENS = 40
 def make_config(
     model: Path, *, place: Path = Path("none"), staging: Literal["host", "none"] = "host"
 ) -> Config:
-    """Data and published versions lie in `place`. Steps are of one group of two rollouts, of any
+    """Data lies in `place`. Steps are of one group of two rollouts, of any
     age: they are there to be committed."""
     return Config.model_validate(
         {
@@ -32,7 +32,7 @@ def make_config(
             },
             "reward": {"path": "asyncrl.tasks.exact_match:compute_score"},
             "generator": {"vllm": {"max_num_seqs": 64, "cpu_kv_cache_gib": 1}},
-            "weights": {"transport": "collective", "staging": staging, "dir": str(place)},
+            "weights": {"transport": "collective", "staging": staging},
             "network": {"buffer": "tcp://127.0.0.1:0"},
         }
     )
