@@ -34,7 +34,7 @@ $(READY): pyproject.toml asyncrl/launch/environment.py
 demo: $(READY) | lock  ## train SmolLM2-135M to add (6 minutes on 2 cores); SEED=1, ARGS="key=value"
 	@$(ONE_AT_A_TIME) $(BIN)/asyncrl-launch local configs/demo.yaml $(if $(SEED),seed=$(SEED)) $(ARGS)
 
-test: $(READY) | lock  ## all tests but the slow ones (17 minutes on 2 cores, 25 at most)
+test: $(READY) | lock  ## all tests but the slow ones (20 minutes on 2 cores, 25 at most)
 	@$(ONE_AT_A_TIME) $(BIN)/python -P -m pytest -m "not slow and not gpu" $(ARGS)
 
 test-fast: $(READY)  ## what needs no engine and no program of its own (2 minutes at most)
