@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.launch.placement import place
+from asyncrl.launch.placement import cpu_environment, place
 
 EIGHT = tuple(str(i) for i in range(8))
 
@@ -63,3 +66,12 @@ def test_more_gpus_than_there_are_is_refused_with_the_numbers() -> None:
 def test_the_scripted_engine_needs_no_gpu_and_hides_them() -> None:
     placement = place(config(generator={"engine": "scripted"}), gpus=EIGHT, num_cores=16)
     assert placement.learner_environment()["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_only_one_openmp_library_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if not openmp.exists():
+        pytest.skip("vLLM's CPU build is not installed")
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libgomp.so.1:/usr/lib/libtcmalloc.so.4")
+    preloaded = cpu_environment(1)["LD_PRELOAD"]
+    assert preloaded == f"{openmp}:/usr/lib/libtcmalloc.so.4"

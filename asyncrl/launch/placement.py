@@ -127,9 +127,16 @@ def cpu_environment(threads: int) -> dict[str, str]:
     }
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.exists():
-        before = os.environ.get("LD_PRELOAD")
-        environment["LD_PRELOAD"] = f"{openmp}:{before}" if before else str(openmp)
+        environment["LD_PRELOAD"] = _preload(openmp, os.environ.get("LD_PRELOAD", ""))
     return environment
+
+
+def _preload(openmp: Path, before: str) -> str:
+    """LD_PRELOAD with `openmp` first, and without another OpenMP: vLLM puts GNU's there in a process
+    that has made an engine, and its engines do not start with both."""
+    others = before.replace(":", " ").split()
+    kept = [path for path in others if not Path(path).name.startswith(("libgomp", "libiomp"))]
+    return ":".join([str(openmp), *kept])
 
 
 def visible_gpus() -> tuple[str, ...]:
