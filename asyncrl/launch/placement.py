@@ -132,8 +132,8 @@ def cpu_environment(threads: int) -> dict[str, str]:
 
 
 def _preload(openmp: Path, before: str) -> str:
-    """LD_PRELOAD with `openmp` first, and without another OpenMP: vLLM puts GNU's there in a process
-    that has made an engine, and its engines do not start with both."""
+    """LD_PRELOAD with `openmp` first, and without another OpenMP: vLLM puts GNU's there in a
+    process that has made an engine, and its engines do not start with both."""
     others = before.replace(":", " ").split()
     kept = [path for path in others if not Path(path).name.startswith(("libgomp", "libiomp"))]
     return ":".join([str(openmp), *kept])
