@@ -41,7 +41,7 @@ class Scene:
         self.num_requests += 1
         return self.transfers.close_roster(weights, request=self.num_requests, now=self.now)
 
-    def open(self, number: int) -> bool:
+    def open(self, number: int, *, refused: dict[str, str] | None = None) -> bool:
         return self.transfers.open(
             OpenGroup(
                 inc=1,
@@ -51,20 +51,7 @@ class Scene:
                 port=1,
                 backend="gloo",
                 bucket_bytes=8,
-            )
-        )
-
-    def open_without(self, number: int, refused: dict[str, str]) -> bool:
-        return self.transfers.open(
-            OpenGroup(
-                inc=1,
-                version=1,
-                roster=number,
-                host="::1",
-                port=1,
-                backend="nccl",
-                bucket_bytes=8,
-                refused=refused,
+                refused=refused or {},
             )
         )
 
@@ -342,7 +329,7 @@ def test_who_cannot_be_in_the_group_leaves_the_roster_and_waits_for_the_next_off
     scene.ready("a", "b")
     roster = scene.close()
     assert roster is not None
-    assert scene.open_without(roster.roster, {"a": "it has no GPU"})
+    assert scene.open(roster.roster, refused={"a": "it has no GPU"})
     seat, over = (scene.transfers.seat(scene.generators[name], V1) for name in ("b", "a"))
     assert seat is not None and (seat.rank, seat.size) == (1, 2)
     assert over is not None and (over.is_over, over.reason) == (True, "it has no GPU")
